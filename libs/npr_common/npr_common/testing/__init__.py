@@ -1,0 +1,1 @@
+"""Fixtures shared by the packages' tests; nothing here runs in production."""
