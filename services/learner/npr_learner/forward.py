@@ -1,0 +1,66 @@
+"""The policy's forward pass under the topology's mask and positions.
+
+Invariants:
+- It is the model's own code behind `transformers`: SDPA attention, a mask of four axes, explicit position ids.
+- Hidden states of trained tokens alone go through the head.
+- Models whose attention or head is not covered by this are refused when they are loaded, not computed wrongly.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from npr_common.errors import InvalidArgumentError
+from npr_learner.batch import Batch
+from npr_learner.log_probs import chosen_log_probs
+from npr_learner.options import Precision
+
+FULL_ATTENTION = "full_attention"
+
+
+def check_supported(model: Any) -> None:
+    """Refuse models whose log-probabilities this forward pass would get wrong.
+
+    Raises:
+        InvalidArgumentError: attention is not full everywhere, or the head is more than one matrix.
+    """
+    config, head = model.config, model.get_output_embeddings()
+    layer_types = set(getattr(config, "layer_types", None) or [FULL_ATTENTION])
+    problems = {
+        "layers without full attention": layer_types != {FULL_ATTENTION},
+        "a bias in its head": getattr(head, "bias", None) is not None,
+        "capped logits": bool(getattr(config, "final_logit_softcapping", None)),
+        "scaled logits": getattr(config, "logit_scale", None) not in (None, 1.0),
+    }
+    found = [name for name, present in problems.items() if present]
+    if found:
+        raise InvalidArgumentError(
+            f"the model {config.model_type} has {', '.join(found)}; choose a decoder with full attention and a plain head",
+            reason="UNSUPPORTED_MODEL",
+        )
+
+
+def token_log_probs(model: Any, batch: Batch, precision: Precision) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each trained token and entropy of the distribution it came from, at temperature 1.
+
+    Returns:
+        `log_probs_N` with gradient, `entropy_N` without; float32, or float64 for a float64 model.
+    """
+    with _autocast(batch.token_ids_BS.device, precision):
+        output = model.get_decoder()(
+            input_ids=batch.token_ids_BS,
+            attention_mask=batch.visible_B1SS,
+            position_ids=batch.positions_BS,
+            use_cache=False,
+        )
+    hidden_NH = output.last_hidden_state.flatten(0, 1)[batch.sources_N]
+    if precision is Precision.BFLOAT16:
+        hidden_NH = hidden_NH.to(torch.bfloat16)
+    return chosen_log_probs(hidden_NH, model.get_output_embeddings().weight, batch.targets_N)
+
+
+def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    if precision is Precision.FLOAT32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=precision.torch_dtype)
