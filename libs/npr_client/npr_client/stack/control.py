@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import signal
 import subprocess
@@ -50,9 +52,13 @@ def up(
     wanted = with_needs(only or COMPONENTS)
     state_dir.create()
     with _command_lock(state_dir, deadline_seconds):
+        wait = functools.partial(_wait_healthy, state_dir, wanted, deadline_seconds, on_change)
         state = load_state(state_dir.state_file)
-        supervisor = _tell(state_dir, state, wanted) or _start_supervisor(state_dir, state, wanted)
-        return _wait_healthy(state_dir, supervisor, wanted, deadline_seconds, on_change)
+        supervisor = _tell(state_dir, state, wanted)
+        if supervisor is not None:
+            with contextlib.suppress(UnavailableError):  # it was ending when it was told: start another
+                return wait(supervisor)
+        return wait(_start_supervisor(state_dir, state, wanted))
 
 
 def down(state_dir: StateDir, *, deadline_seconds: float = 2 * DRAIN_SECONDS) -> bool:
@@ -118,10 +124,10 @@ def _start_supervisor(state_dir: StateDir, state: StackState | None, wanted: Seq
 
 def _wait_healthy(
     state_dir: StateDir,
-    supervisor: ProcessIdentity,
     wanted: Sequence[str],
     deadline_seconds: float,
     on_change: OnChange,
+    supervisor: ProcessIdentity,
 ) -> StackState:
     deadline = time.monotonic() + deadline_seconds
     seen: StackState | None = None
