@@ -62,9 +62,8 @@ def _parse(path: Path, number: int, line: str) -> Mapping[str, Any]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InvalidArgumentError(
-            f"{path}:{number}: not JSON ({error.msg}); one object a line", reason="BAD_RECORD"
-        ) from error
+        message = f"{path}:{number}: not JSON ({error.msg}); one object a line"
+        raise InvalidArgumentError(message, reason="BAD_RECORD") from error
     if not isinstance(value, dict):
         raise InvalidArgumentError(f"{path}:{number}: not a JSON object; one object a line", reason="BAD_RECORD")
     return value

@@ -41,12 +41,14 @@ class Trajectories:
         groups: list[buffer_pb2.GroupSummary] = []
         token = ""
         while True:
-            request = buffer_pb2.ListGroupsRequest(run_id=run_id, channel=channel, page_token=token)
-            page = await self._channels.call(SERVICE, lambda request=request: self._stub.ListGroups(request))
+            page = await self._page(buffer_pb2.ListGroupsRequest(run_id=run_id, channel=channel, page_token=token))
             groups.extend(page.groups)
             token = page.next_page_token
             if not token:
                 return groups
+
+    async def _page(self, request: buffer_pb2.ListGroupsRequest) -> buffer_pb2.ListGroupsResponse:
+        return await self._channels.call(SERVICE, lambda: self._stub.ListGroups(request))
 
     async def audit(self, run_id: str) -> buffer_pb2.AuditRunResponse:
         """A recount of everything that the run holds."""
