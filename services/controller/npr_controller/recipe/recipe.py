@@ -1,0 +1,144 @@
+"""One run as one YAML file: model, data, stages, evaluation, guard rails.
+
+Invariants: a recipe is immutable; unknown keys are errors; units stand in the names; the same recipe and seed ask for
+the same prompts in the same order.
+"""
+
+from collections import Counter
+from typing import Any, Self
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from npr.types.v1 import policy_pb2, prompt_pb2
+from npr_common.rpc import InvalidArgumentError
+from npr_controller.recipe.base import RecipePart
+from npr_controller.recipe.decoding import Decoding
+from npr_controller.recipe.sources import Data
+from npr_controller.recipe.stages import NprStage, Stage
+
+SEED_STAGE = "seed"
+
+
+class PromptTemplate(RecipePart):
+    """How a problem becomes a conversation; the policy's chat template turns it into tokens."""
+
+    system: str | None = None
+    user: str = "{problem}"
+
+    @field_validator("user")
+    @classmethod
+    def _holds_the_problem(cls, user: str) -> str:
+        if "{problem}" not in user:
+            raise ValueError("must hold {problem}, which the problem's text replaces")
+        return user
+
+    def messages(self, problem: str) -> list[prompt_pb2.ChatMessage]:
+        """The conversation about a problem. Braces of the problem's own text are left alone."""
+        user = prompt_pb2.ChatMessage(role="user", content=self.user.replace("{problem}", problem))
+        if self.system is None:
+            return [user]
+        return [prompt_pb2.ChatMessage(role="system", content=self.system), user]
+
+
+class Evaluation(RecipePart):
+    """Held-out evaluation of the seed and after every stage."""
+
+    samples_per_problem: int = Field(default=1, ge=1, le=1024)
+    pass_at: tuple[int, ...] = Field(default=(1,), description="k of the unbiased pass@k; at most the samples")
+    bootstrap_resamples: int = Field(default=2000, ge=100)
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    decoding: Decoding | None = Field(default=None, description="unset: the recipe's")
+    shown_trajectories: int = Field(default=3, ge=0, description="trajectories a stage shows in the report")
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Self:
+        if max(self.pass_at, default=1) > self.samples_per_problem:
+            raise ValueError("pass_at: k can't exceed samples_per_problem")
+        return self
+
+
+class Guard(RecipePart):
+    """Bounds past which a run stops with a report instead of going on in vain."""
+
+    max_malformed_rate: float = Field(default=0.5, ge=0, le=1, description="of an NPR step's responses")
+    malformed_steps: int = Field(default=3, ge=1, description="steps in a row past the bound that stop the run")
+    min_forked_rate: float = Field(default=0.95, ge=0, le=1, description="parallel rate needed before stage 3")
+
+
+class PublishedPolicy(RecipePart):
+    """A policy that a run has published."""
+
+    line: str
+    version: int = Field(ge=0)
+    manifest_url: str
+    digest: str
+
+    def to_proto(self) -> policy_pb2.PolicyRef:
+        """The wire form."""
+        return policy_pb2.PolicyRef(**self.model_dump())
+
+
+class Recipe(RecipePart):
+    """A run of stages, or with no stage the evaluation of one model."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    notes: str = Field(default="", description="what a reader of the report must know about model and data")
+    dialect: str = "npr"
+    seed: int = Field(default=0, ge=0)
+    model: str | None = Field(
+        default=None, description="a folder, an fsspec URL, `bundled:NAME` or `package:MODULE/FILE`"
+    )
+    policy: PublishedPolicy | None = Field(default=None, description="a published policy instead of a model")
+    prompt: PromptTemplate = PromptTemplate()
+    data: Data
+    decoding: Decoding = Decoding()
+    stages: tuple[Stage, ...] = ()
+    evaluation: Evaluation = Evaluation()
+    guard: Guard = Guard()
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if (self.model is None) == (self.policy is None):
+            raise ValueError("name either a model or a policy")
+        if self.stages and self.data.train is None and any(stage.kind != "multiverse" for stage in self.stages):
+            raise ValueError("data.train: name the problems to learn from")
+        counts = Counter((SEED_STAGE, *(stage.name for stage in self.stages)))
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        if twice:
+            raise ValueError(f"stages: the names must differ, and `seed` is taken: {', '.join(twice)}")
+        return self
+
+    @property
+    def guards_stage_three(self) -> bool:
+        """Whether some stage needs a policy that forks."""
+        return any(isinstance(stage, NprStage) for stage in self.stages)
+
+
+def parse_recipe(text: str) -> Recipe:
+    """A recipe from YAML.
+
+    Raises `InvalidArgumentError` with one violation a field; its message is one line that names the first ones.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidArgumentError(f"the recipe is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise InvalidArgumentError("the recipe is not a YAML mapping; see docs/recipes.md")
+    try:
+        return TypeAdapter(Recipe).validate_python(content)
+    except ValidationError as error:
+        violations = dict(_violation(detail) for detail in error.errors())
+        told = "; ".join(f"{field}: {why}" for field, why in list(violations.items())[:3])
+        more = f" (and {len(violations) - 3} more)" if len(violations) > 3 else ""
+        raise InvalidArgumentError(
+            f"the recipe doesn't validate: {told}{more}", reason="BAD_RECIPE", field_violations=violations
+        ) from error
+
+
+def _violation(detail: Any) -> tuple[str, str]:
+    field = ".".join(str(part) for part in detail["loc"]) or "recipe"
+    if detail["type"] == "extra_forbidden":
+        return field, "unknown key; docs/recipes.md lists the keys"
+    return field, str(detail["msg"]).removeprefix("Value error, ")

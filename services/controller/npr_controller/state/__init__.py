@@ -1,0 +1,16 @@
+"""What the controller must not forget: runs, facts, events, and who leads."""
+
+from npr_controller.state.records import EventKind, EventRecord, RunRecord, RunState
+from npr_controller.state.store import RunStore, StateChangedError, StoreUnavailableError, connect_redis, now
+
+__all__ = [
+    "EventKind",
+    "EventRecord",
+    "RunRecord",
+    "RunState",
+    "RunStore",
+    "StateChangedError",
+    "StoreUnavailableError",
+    "connect_redis",
+    "now",
+]
