@@ -127,20 +127,17 @@ class Topology:
         """Whether the token at index `query` attends to the one at index `key`."""
         if key > query:
             return False
-        siblings = self.branch_of[query] != self.branch_of[key] and NONE not in (
-            self.branch_of[query],
-            self.branch_of[key],
-        )
-        return not (siblings and self.block_of[query] == self.block_of[key])
+        branches = self.branch_of[query], self.branch_of[key]
+        apart = branches[0] != branches[1] and NONE not in branches
+        return not (apart and self.block_of[query] == self.block_of[key])
 
     def dense_mask(self) -> BoolArray:
         """bool [S, S], true where the query (row) attends to the key (column). O(S^2) memory."""
         mask: BoolArray = np.tri(len(self), dtype=np.bool_)
-        for block in self.blocks():
-            start, end = block[0].start, block[-1].end
-            mask[start:end, start:end] = False
-            for span in block:
-                mask[span.start : span.end, span.start : span.end] = np.tri(len(span), dtype=np.bool_)
+        for branches in self.blocks():
+            first = branches[0].start
+            for span in branches:
+                mask[span.start : span.end, first : span.start] = False
         return mask
 
     def blocks(self) -> Iterator[tuple[TokenSpan, ...]]:

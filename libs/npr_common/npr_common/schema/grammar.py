@@ -139,7 +139,6 @@ class Grammar:
             self._stray = False
             self._take_tag(lexeme, lexeme.tag)
         else:
-            self._stray = False
             self._ignore(lexeme, lexeme.tag)
 
     def finish(self, end: int) -> Response:

@@ -161,12 +161,10 @@ class StreamingParser:
     def _take_lexemes(self, lexemes: Iterable[Lexeme]) -> None:
         for lexeme in lexemes:
             if lexeme.tag is not None and self._tags is not None and self._detokenizer is not None:
-                self._note_if_spelled(lexeme.tag, self._detokenizer.locate(lexeme.start, lexeme.end), self._tags)
+                position = self._detokenizer.locate(lexeme.start, lexeme.end).start
+                if self._ids[position - self._prompt_length] != self._tags.id_of[lexeme.tag]:
+                    self._spelled.append(SpelledTag(lexeme.tag, position))
             self._grammar.take(lexeme)
-
-    def _note_if_spelled(self, tag: Tag, span: Span, tags: TagIds) -> None:
-        if len(span) != 1 or self._ids[span.start - self._prompt_length] != tags.id_of[tag]:
-            self._spelled.append(SpelledTag(tag, span.start))
 
 
 def parse_text(text: str, dialect: Dialect) -> ParseResult:

@@ -23,7 +23,8 @@ class ViolationCode(Enum):
     UNCLOSED_TAG = "unclosed_tag"
     """An element ends without its closing tag: at the next element's tag or at the end of the response."""
     STRAY_TEXT_BETWEEN_TAGS = "stray_text_between_tags"
-    """Text other than white space stands between two tags of a block. Reported once for each gap."""
+    """Text other than white space stands between two tags of a block. Reported once for each gap; an
+    ignored tag ends no gap."""
     MISSING_GUIDELINE = "missing_guideline"
     """A wrapped block holds no guideline (only in dialects that wrap their blocks)."""
     NO_PLAN = "no_plan"
