@@ -1,0 +1,72 @@
+"""What is checked of a request before it is put in line.
+
+Invariant: a request that passes fits into the pool when it is alone there, so it will be decoded some day.
+"""
+
+from __future__ import annotations
+
+from npr_common.errors import InvalidArgumentError
+from npr_rollout.engine.config import EngineConfig
+from npr_rollout.engine.ledger import ResolvedLimits
+from npr_rollout.engine.outcomes import LimitKind
+from npr_rollout.engine.request import Request
+
+_SPARE_PAGES = 2  # the partly filled pages behind the shared prompt and at the end
+
+
+def check_request(request: Request, context: int, vocab_size: int) -> None:
+    """Refuse what can't be right.
+
+    Raises:
+        InvalidArgumentError: naming the field and what to do.
+    """
+    prompt, sampling = request.prompt_ids, request.sampling
+    if not prompt:
+        _invalid("prompt", "The prompt is empty; send at least one token.")
+    if len(prompt) >= context:
+        _invalid("prompt", f"The prompt has {len(prompt)} tokens, but the context holds {context}; shorten it.")
+    if not all(0 <= token < vocab_size for token in prompt):
+        _invalid("prompt", f"A prompt token is not in the vocabulary of {vocab_size}; use the policy's tokenizer.")
+    if not 0 <= sampling.temperature < float("inf"):
+        _invalid("sampling.temperature", f"Temperature is {sampling.temperature}; it can't be negative or infinite.")
+    if not 0 < sampling.top_p <= 1:
+        _invalid("sampling.top_p", f"top_p is {sampling.top_p}; it lies in (0, 1].")
+    if sampling.top_k < 0:
+        _invalid("sampling.top_k", f"top_k is {sampling.top_k}; 0 keeps all tokens.")
+    if not 0 < sampling.repetition_penalty < float("inf"):
+        _invalid("sampling.repetition_penalty", f"The penalty is {sampling.repetition_penalty}; 1 is off.")
+
+
+def resolve_limits(request: Request, config: EngineConfig, context: int) -> tuple[ResolvedLimits, str]:
+    """Limits with defaults filled in, and why they can never be granted (empty when they can)."""
+    asked, room = request.limits, context - len(request.prompt_ids)
+    free_pages = config.pages - -(-(len(request.prompt_ids) - 1) // config.page_size) - _SPARE_PAGES
+    fits = max(free_pages, 0) * config.page_size
+    wanted = asked.max_tokens if asked.max_tokens is not None else _default_tokens(free_pages, config)
+    obstacle = ""
+    if wanted > fits or fits == 0:
+        obstacle = (
+            f"{len(request.prompt_ids)} prompt tokens and {max(wanted, 1)} new ones never fit into {config.pages} KV "
+            f"pages of {config.page_size}: lower max_tokens to {fits}, or serve with more pages."
+        )
+    critical = room if asked.max_critical_tokens is None else min(room, asked.max_critical_tokens)
+    kind = LimitKind.CONTEXT if critical == room else LimitKind.CRITICAL_TOKENS
+    limits = ResolvedLimits(
+        max_tokens=wanted,
+        max_critical_tokens=critical,
+        critical_kind=kind,
+        max_branch_tokens=asked.max_branch_tokens if asked.max_branch_tokens is not None else room,
+        max_branches=asked.max_branches if asked.max_branches is not None else config.max_branches,
+        max_blocks=asked.max_blocks if asked.max_blocks is not None else config.max_blocks,
+    )
+    return limits, obstacle
+
+
+def _default_tokens(free_pages: int, config: EngineConfig) -> int:
+    """As much as the pool holds beside the partly filled pages that forks leave, or half of it if these are many."""
+    fork_waste = config.max_blocks * (config.max_branches + 1)
+    return max(free_pages - fork_waste, free_pages // 2, 0) * config.page_size
+
+
+def _invalid(field: str, message: str) -> None:
+    raise InvalidArgumentError(message, reason="INVALID_REQUEST", field_violations={field: message})

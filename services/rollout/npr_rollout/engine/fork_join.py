@@ -1,0 +1,114 @@
+"""Fork and join, on the record: where spans start, which tokens are forced, what the ledger pays.
+
+Invariants (SPEC section 2):
+- With g the position of `</guideline>`, every branch starts at g+1, and what follows the join at g+1+L, L being the
+  length of the longest branch span.
+- A branch's span opens with the forced header and ends with `</step>`, sampled or forced; an EOS leaves no trace.
+- Nothing here touches the KV pool. `feeding` opens and joins the tables that the record asks for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from npr_common.dialects import Dialect
+from npr_common.tags import Role, TagIds
+from npr_rollout.engine.outcomes import BranchStop
+from npr_rollout.engine.trajectory import Block, Span, Trajectory
+
+_SEPARATOR = "\n"
+
+
+@dataclass
+class Cues:
+    """The forced tokens of one tokenizer and dialect, encoded once."""
+
+    tokenizer: Any
+    dialect: Dialect
+    tags: TagIds
+    _headers: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._separator: list[int] = self._encode(_SEPARATOR)
+        self.takeaway: list[int] = [*self._separator, self.tags.open(Role.TAKEAWAY)]
+        self.step_end: int = self.tags.close(Role.STEP)
+
+    def header(self, branch: int) -> list[int]:
+        """What opens the branch with this index, counted from 0."""
+        if branch not in self._headers:
+            label = self._encode(self.dialect.label_of(branch + 1))
+            self._headers[branch] = [*self._separator, self.tags.open(Role.STEP), *label]
+        return self._headers[branch]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+def fork(trajectory: Trajectory, branches: int, cues: Cues) -> Block:
+    """Open a block of `branches` branches, each with its header, behind the trunk's `</guideline>`."""
+    headers = [cues.header(index) for index in range(branches)]
+    lengths, ledger = [len(header) for header in headers], trajectory.ledger
+    budget = ledger.branch_budget(trajectory.critical, lengths, len(cues.takeaway))
+    block = Block(sum(1 for _ in trajectory.blocks()), [], time.time())
+    for index, header in enumerate(headers):
+        branch = Span(trajectory, trajectory.trunk.end, block.index, index, budget=budget, started_at=block.started_at)
+        branch.force(header)
+        block.branches.append(branch)
+    ledger.fork(lengths, len(cues.takeaway))
+    trajectory.segments.append(block)
+    trajectory.settled = False
+    return block
+
+
+def end_branch(branch: Span, stop: BranchStop, cues: Cues) -> None:
+    """End an open branch. Unless it sampled its own `</step>`, one is forced."""
+    trajectory, forced = branch.owner, stop is not BranchStop.CLOSED
+    if forced:
+        branch.force([cues.step_end])
+        trajectory.branch_truncated = True
+    branch.stop, branch.finished_at = stop, time.time()
+    trajectory.ledger.end_branch(forced=forced)
+    trajectory.settled = False
+
+
+def end_open_branches(trajectory: Trajectory, stop: BranchStop, cues: Cues) -> None:
+    """End every branch that is open, so that the list stays parseable."""
+    block = trajectory.open_block
+    for branch in block.branches if block is not None else ():
+        if branch.open:
+            end_branch(branch, stop, cues)
+
+
+def join(trajectory: Trajectory, cues: Cues) -> Span:
+    """Close the open block, whose branches have all ended, and go on with the forced takeaway cue."""
+    block = trajectory.open_block
+    assert block is not None
+    assert block.closed
+    block.finished_at = time.time()
+    start = trajectory.trunk.end + block.longest
+    takeaway = Span(trajectory, start)
+    takeaway.force(cues.takeaway)
+    trajectory.ledger.join(len(cues.takeaway))
+    trajectory.segments.append(takeaway)
+    trajectory.settled = False
+    if trajectory.grammar is not None:
+        trajectory.grammar.join()
+    return takeaway
+
+
+def enforce_budgets(trajectory: Trajectory, cues: Cues) -> bool:
+    """Close the branches of an open block that may not take another token; whether all have ended and it was joined."""
+    block = trajectory.open_block
+    if block is None:
+        return False
+    still_open = [branch for branch in block.branches if branch.open]
+    out_of_tokens = trajectory.ledger.must_close(len(still_open))
+    for branch in still_open:
+        if out_of_tokens or len(branch.tokens) + 1 >= branch.budget:
+            end_branch(branch, BranchStop.BUDGET, cues)
+    if block.closed:
+        join(trajectory, cues)
+    return block.closed

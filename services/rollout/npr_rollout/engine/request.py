@@ -1,0 +1,152 @@
+"""What is asked of the engine, and what it answers. All of it is immutable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from npr_rollout.engine.outcomes import BranchStop, ForkRefusal, LimitKind, MalformedReason, Outcome, Visibility
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: softmax temperature; 0 takes the likeliest token.
+        top_p: nucleus mass in (0, 1].
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        repetition_penalty: divides (or multiplies, if negative) the logits of tokens that the step's own body holds
+            already; 1 is off.
+        seed: with the prompt it fixes every draw, whatever else is decoded beside it.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits checked against the ledger, in tokens. None means the engine's default."""
+
+    max_tokens: int | None = None
+    max_critical_tokens: int | None = None
+    max_branch_tokens: int | None = None
+    max_branches: int | None = None
+    max_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One trajectory to decode.
+
+    Attributes:
+        prompt_ids: P >= 1 token ids.
+        priority: higher first; the lowest is preempted first.
+        deadline: `time.monotonic()` after which it ends; None waits for ever.
+        stream: whether `TokensEvent`s are wanted.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    limits: Limits = Limits()
+    visibility: Visibility = Visibility.PARALLEL
+    fork_refusal: ForkRefusal = ForkRefusal.REJECT
+    priority: int = 0
+    deadline: float | None = None
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BranchReport:
+    """What one branch was given and used, in tokens of its span."""
+
+    budget_tokens: int
+    used_tokens: int
+    forced_tokens: int
+    stop: BranchStop
+    started_at: float
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReport:
+    """One forked block."""
+
+    branches: tuple[BranchReport, ...]
+    started_at: float
+    finished_at: float
+
+    @property
+    def critical_path_tokens(self) -> int:
+        """Length of the longest branch span."""
+        return max(branch.used_tokens for branch in self.branches)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerReport:
+    """Tokens after the prompt, steps and pages of one trajectory over all its branches."""
+
+    total_tokens: int = 0
+    critical_path_tokens: int = 0
+    forced_tokens: int = 0
+    engine_steps: int = 0
+    peak_pages: int = 0
+    preemptions: int = 0
+    blocks: tuple[BlockReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished trajectory in canonical order (SPEC section 2).
+
+    Attributes:
+        token_ids: prompt and response.
+        log_probs: one natural-log probability a response token, under the distribution it was drawn from; 0 if forced.
+        forced: one flag a response token: the engine put it there.
+        malformed_reason: why it is malformed, or why its last serialized block was.
+        started_at: seconds since the epoch, when it was admitted; likewise `finished_at`.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    prompt_length: int
+    log_probs: tuple[float, ...]
+    forced: tuple[bool, ...]
+    policy_version: int
+    visibility: Visibility
+    outcome: Outcome
+    malformed_reason: MalformedReason = MalformedReason.NONE
+    limit: LimitKind = LimitKind.NONE
+    branch_truncated: bool = False
+    serialized_blocks: int = 0
+    ledger: LedgerReport = field(default_factory=LedgerReport)
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEvent:
+    """New tokens of one place in the tree; `block` and `branch` are -1 outside of a branch."""
+
+    request_id: str
+    block: int
+    branch: int
+    position: int
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    forced: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The end of a trajectory."""
+
+    result: Result
+
+
+Event = TokensEvent | FinishedEvent
