@@ -35,9 +35,8 @@ class Verification:
             async with gate:
                 return await self._score_when_there_is_room(request)
 
-        async with asyncio.TaskGroup() as tasks:
-            batches = [tasks.create_task(batch(start)) for start in range(0, len(items), BATCH_ITEMS)]
-        return [score for task in batches for score in task.result()]
+        batches = await asyncio.gather(*(batch(start) for start in range(0, len(items), BATCH_ITEMS)))
+        return [score for scores in batches for score in scores]
 
     async def _score_when_there_is_room(self, request: reward_pb2.ScoreRequest) -> Sequence[trajectory_pb2.Score]:
         while True:

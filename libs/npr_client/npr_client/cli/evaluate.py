@@ -1,0 +1,130 @@
+"""`npr eval`: one model or policy, measured on problems, as a run without stages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import fsspec
+import typer
+
+from npr.types.v1 import policy_pb2
+from npr_client.cli.options import JsonOption, StateDirOption, with_client
+from npr_client.cli.output import Output
+from npr_client.cli.recipes import to_yaml
+from npr_client.cli.runs import RunsDirOption, ensure_stack, finish
+from npr_client.render.tables import stages_table
+from npr_client.sdk import NprClient
+from npr_client.stack.layout import StateDir
+from npr_common.config import Addresses
+from npr_common.errors import InvalidArgumentError, NotFoundError
+from npr_common.policy_store import PolicyStore
+
+GENERATED_COUNT = 200
+
+
+def evaluate(
+    *,
+    data: Annotated[list[str], typer.Option(help="[NAME=]SOURCE: a file, `multipart`, `reasoning_gym:FAMILY`.")],
+    model: Annotated[str | None, typer.Option(help="A folder, `bundled:NAME` or `package:MODULE/FILE`.")] = None,
+    policy: Annotated[str | None, typer.Option(help="RUN or RUN@VERSION: a published policy.")] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Samples a problem.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Problems of each source.", show_default="all")] = None,
+    verifier: Annotated[str | None, typer.Option(help="How answers are judged.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Over all branches.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="Name of the run.", show_default="model and time")] = None,
+    runs_dir: RunsDirOption = Path("runs"),
+    state_dir: StateDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measures a model or a published policy on problems: avg@k, pass@k, parallel rate, tokens."""
+    out = Output(as_json)
+    ensure_stack(state_dir, out)
+    recipe = {
+        "name": "evaluation",
+        **_weights(model, policy, StateDir.at(state_dir)),
+        "data": {"test": dict(_source(text, limit, verifier) for text in data)},
+        "decoding": _decoding(temperature, max_tokens),
+        "evaluation": {"samples_per_problem": samples, "pass_at": sorted({1, samples})},
+    }
+
+    async def work(client: NprClient) -> Path:
+        name = run_id or _fresh_id(model or policy or "")
+        started = await client.runs.evaluate(name, to_yaml(recipe))
+        return await finish(client, started.run_id, runs_dir.absolute(), out)
+
+    report = with_client(state_dir, work)
+    if not as_json:
+        out.results.print(stages_table(json.loads(report.read_bytes())["stages"]))
+
+
+def _weights(model: str | None, policy: str | None, state_dir: StateDir) -> dict[str, Any]:
+    if (model is None) == (policy is None):
+        raise InvalidArgumentError("give either --model or --policy")
+    if policy is None:
+        return {"model": model}
+    found = _published(policy, state_dir)
+    reference = {"line": found.line, "version": found.version}
+    return {"policy": {**reference, "manifest_url": found.manifest_url, "digest": found.digest}}
+
+
+def _published(name: str, state_dir: StateDir) -> policy_pb2.PolicyRef:
+    """The policy that `RUN` or `RUN@VERSION` names in the policy store."""
+    line, _, version = name.partition("@")
+    if version and not version.isdigit():
+        raise InvalidArgumentError(f"--policy {name}: write RUN or RUN@VERSION, the version a number")
+    store = PolicyStore(_store_url(state_dir), state_dir.cache_folder)
+    newest = store.latest(line)
+    if newest is None or (version and int(version) > newest.version):
+        raise NotFoundError(f"no policy {name} in {store.root_url}: `npr runs` lists the runs")
+    return _older(newest, int(version)) if version else newest
+
+
+def _older(newest: policy_pb2.PolicyRef, version: int) -> policy_pb2.PolicyRef:
+    """A version of the same line: its manifest lies beside the newest one's."""
+    folder, _, _ = newest.manifest_url.rpartition("/")
+    url = f"{folder}/{version:08d}.json"
+    try:
+        with fsspec.open(url, "rb") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+    except FileNotFoundError as error:
+        raise NotFoundError(f"no policy {newest.line}@{version}: versions go up to {newest.version}") from error
+    return policy_pb2.PolicyRef(line=newest.line, version=version, manifest_url=url, digest=digest)
+
+
+def _store_url(state_dir: StateDir) -> str:
+    """The environment's policy store, else the local stack's."""
+    settings = Addresses()
+    return settings.policy_store_url if "policy_store_url" in settings.model_fields_set else state_dir.policy_store_url
+
+
+def _source(text: str, limit: int | None, verifier: str | None) -> tuple[str, dict[str, Any]]:
+    """Name and recipe form of a data source."""
+    name, equals, where = text.partition("=")
+    if not equals:
+        where = text
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(text.rpartition(":")[2]).stem) or "data"
+    judged = {"verifier": verifier} if verifier else {}
+    if where == "multipart":
+        return name, {"kind": "multipart", "split": "test", "count": limit or GENERATED_COUNT, **judged}
+    if where.startswith("reasoning_gym:"):
+        family = where.removeprefix("reasoning_gym:")
+        return name, {"kind": "reasoning_gym", "family": family, "count": limit or GENERATED_COUNT, **judged}
+    # The controller may run in another folder.
+    url = str(Path(where).absolute()) if Path(where).exists() else where
+    return name, {"kind": "file", "url": url, **judged, **({"limit": limit} if limit else {})}
+
+
+def _decoding(temperature: float, max_tokens: int | None) -> dict[str, Any]:
+    limits = {"max_tokens": max_tokens} if max_tokens else {}
+    return {"temperature": temperature, "fork_refusal": "serialize", **limits}
+
+
+def _fresh_id(weights: str) -> str:
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(weights).name)[:32].strip("-")
+    return f"eval-{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,51 @@
+"""Enum values in the words that a person reads."""
+
+from __future__ import annotations
+
+from npr.controller.v1 import controller_pb2
+from npr.rollout.v1 import rollout_pb2
+from npr.types.v1 import sampling_pb2, trajectory_pb2
+
+
+def outcome(value: trajectory_pb2.Outcome.ValueType) -> str:
+    """Such as `completed`."""
+    return _word(trajectory_pb2.Outcome.Name(value), "OUTCOME_")
+
+
+def malformed_reason(value: trajectory_pb2.MalformedReason.ValueType) -> str:
+    """Such as `empty plan`."""
+    return _word(trajectory_pb2.MalformedReason.Name(value), "MALFORMED_REASON_")
+
+
+def limit(value: trajectory_pb2.LimitKind.ValueType) -> str:
+    """Such as `branch tokens`."""
+    return _word(trajectory_pb2.LimitKind.Name(value), "LIMIT_KIND_")
+
+
+def branch_stop(value: trajectory_pb2.BranchStop.ValueType) -> str:
+    """Such as `closed`."""
+    return _word(trajectory_pb2.BranchStop.Name(value), "BRANCH_STOP_")
+
+
+def verdict(value: trajectory_pb2.VerdictKind.ValueType) -> str:
+    """`correct`, `incorrect`, `unscorable`, or `unspecified` where nothing was judged."""
+    return _word(trajectory_pb2.VerdictKind.Name(value), "VERDICT_KIND_")
+
+
+def visibility(value: sampling_pb2.Visibility.ValueType) -> str:
+    """`parallel` or `sequential`."""
+    return _word(sampling_pb2.Visibility.Name(value), "VISIBILITY_")
+
+
+def run_state(value: controller_pb2.RunState.ValueType) -> str:
+    """Such as `running`."""
+    return _word(controller_pb2.RunState.Name(value), "RUN_STATE_")
+
+
+def job_state(value: rollout_pb2.JobState.ValueType) -> str:
+    """Such as `completed`."""
+    return _word(rollout_pb2.JobState.Name(value), "JOB_STATE_")
+
+
+def _word(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower().replace("_", " ")
