@@ -31,14 +31,14 @@ class Row:
         topology: its positions and visibility.
         trained: int64 [N], indices of the tokens that carry loss, increasing.
         behavior_log_probs: float32 [N], what the engine drew each of them with; zeros where there was no engine.
-        advantage: of every trained token; unused by fine-tuning.
+        advantage: of every trained token; fine-tuning doesn't look at it.
     """
 
     token_ids: IntArray
     topology: Topology
     trained: IntArray
     behavior_log_probs: npt.NDArray[np.float32]
-    advantage: float = 0.0
+    advantage: float = 1.0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -49,7 +49,7 @@ def make_row(
     forced: Sequence[bool],
     behavior_log_probs: Sequence[float] | None,
     tags: TagIds | None,
-    advantage: float = 0.0,
+    advantage: float = 1.0,
 ) -> Row:
     """A row of a prompt and its response.
 
@@ -70,7 +70,7 @@ def make_row(
 
 
 def row_of_trajectory(
-    trajectory: trajectory_pb2.Trajectory, tags: TagIds | None, vocabulary_size: int, advantage: float = 0.0
+    trajectory: trajectory_pb2.Trajectory, tags: TagIds | None, vocabulary_size: int, advantage: float = 1.0
 ) -> Row:
     """A trajectory as the engine made it. `tags` are needed where its visibility is parallel.
 
@@ -108,7 +108,7 @@ class Batch:
         sources_N: int64, index into the flattened [B * S] hidden states of the token before each trained one.
         targets_N: int64, the trained tokens.
         behavior_log_probs_N: float32.
-        advantages_N: float32 (float64 as far as numpy goes: cast by the caller's precision).
+        advantages_N: float64.
     """
 
     token_ids_BS: torch.Tensor

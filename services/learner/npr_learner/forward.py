@@ -36,7 +36,7 @@ def check_supported(model: Any) -> None:
     found = [name for name, present in problems.items() if present]
     if found:
         raise InvalidArgumentError(
-            f"the model {config.model_type} has {', '.join(found)}; choose a decoder with full attention and a plain head",
+            f"the model {config.model_type} has {', '.join(found)}; take one with full attention and a plain head",
             reason="UNSUPPORTED_MODEL",
         )
 

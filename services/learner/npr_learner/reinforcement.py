@@ -1,0 +1,245 @@
+"""One reinforcement-learning step: from scored groups to rows with advantages, and from rows to an update.
+
+Invariants:
+- A step trains on one policy's trajectories, decoded under the stage's own visibility and undistorted sampling.
+- Statistics are taken once, over the whole batch, before it is cut into mini- or micro-batches.
+- PAPO takes exactly one optimiser step; DAPO takes one a mini-batch, whole groups together.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from npr.buffer.v1 import buffer_pb2
+from npr.learner.v1 import learner_pb2
+from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
+from npr_common.errors import FailedPreconditionError, InvalidArgumentError
+from npr_learner.advantages import dapo_advantages, papo_advantages
+from npr_learner.batch import Batch, Row, row_of_trajectory
+from npr_learner.filters import Defect, StructuralFilter, is_usable, require_policy, require_visibility
+from npr_learner.gradient import GradientSummary, LossFunction, Observer, accumulate_gradient, trained_tokens
+from npr_learner.objectives import ClipRange, LossTerms, dapo_loss, overlong_penalty, papo_loss
+from npr_learner.optim import apply_update, learning_rate_at
+from npr_learner.options import Malformed, StageOptions
+from npr_learner.policy import Policy
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response that is trained on, and what it earned."""
+
+    group: buffer_pb2.Group
+    scored: trajectory_pb2.ScoredTrajectory
+    reward: float
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The kept responses of a batch, and what is known of those that were not."""
+
+    kept: tuple[Response, ...]
+    total: int
+    usable: int
+    correct: int
+    defects: Counter[Defect]
+
+    def metrics(self) -> dict[str, float]:
+        """Shares and means. Rates are of the responses that were decoded and judged."""
+        usable = max(1, self.usable)
+        return {
+            "trajectories": self.total,
+            "kept_fraction": len(self.kept) / max(1, self.total),
+            "malformed_rate": self.defects.total() / usable,
+            "accuracy": self.correct / usable,
+            "reward_mean": float(np.mean([response.reward for response in self.kept])) if self.kept else 0.0,
+        }
+
+
+def require_plain_sampling(group: buffer_pb2.Group, objective: "learner_pb2.Objective.ValueType") -> None:
+    """Refuse groups whose sampling is not the policy's own distribution.
+
+    PAPO uses no behaviour log-probabilities and so bears the engine's mild repetition penalty (SPEC section 3).
+
+    Raises:
+        FailedPreconditionError: reason `DISTORTED_SAMPLING`.
+    """
+    sampling = group.decoding.sampling
+    penalised = sampling.repetition_penalty not in (0.0, 1.0) and objective != learner_pb2.OBJECTIVE_PAPO
+    if sampling.temperature != 1.0 or sampling.top_p not in (0.0, 1.0) or sampling.top_k or penalised:
+        raise FailedPreconditionError(
+            f"group {group.group_id} was not sampled from the policy itself: "
+            "train on temperature 1, top_p 1, top_k 0 and no repetition penalty",
+            reason="DISTORTED_SAMPLING",
+        )
+
+
+def select_for_papo(
+    groups: Sequence[buffer_pb2.ReadGroupsResponse], structural: StructuralFilter | None, malformed: Malformed
+) -> Selection:
+    """Structural filter first, then R = accuracy alone; what is refused is dropped, or counts as incorrect."""
+    kept: list[Response] = []
+    defects: Counter[Defect] = Counter()
+    usable = [(item.group, scored) for item in groups for scored in item.trajectories if is_usable(scored)]
+    for group, scored in usable:
+        defect = structural.defect(scored.trajectory) if structural else None
+        if defect is None:
+            kept.append(Response(group, scored, 1.0 if _is_correct(scored) else -1.0))
+            continue
+        defects[defect] += 1
+        # A serialized block was decoded causally: no forward pass of ours has the logits that the engine saw.
+        if malformed is Malformed.INCORRECT and defect is not Defect.SERIALIZED:
+            kept.append(Response(group, scored, -1.0))
+    return _selection(groups, usable, kept, defects)
+
+
+def select_for_dapo(groups: Sequence[buffer_pb2.ReadGroupsResponse], options: StageOptions) -> Selection:
+    """All that was decoded and judged, with the buffer's reward less the soft overlong penalty."""
+    usable = [(item.group, scored) for item in groups for scored in item.trajectories if is_usable(scored)]
+    kept = [Response(group, scored, _dapo_reward(group, scored, options)) for group, scored in usable]
+    return _selection(groups, usable, kept, Counter())
+
+
+def _dapo_reward(group: buffer_pb2.Group, scored: trajectory_pb2.ScoredTrajectory, options: StageOptions) -> float:
+    limit = group.decoding.limits.max_tokens
+    if options.overlong_buffer_tokens > limit:
+        raise InvalidArgumentError(
+            f"group {group.group_id} has max_tokens {limit}, less than overlong_buffer_tokens: "
+            "decode under a limit above the buffer"
+        )
+    length = len(scored.trajectory.token_ids) - scored.trajectory.prompt_length
+    penalty = overlong_penalty(length, limit, options.overlong_buffer_tokens)
+    return scored.score.reward + options.overlong_penalty * penalty
+
+
+def _is_correct(scored: trajectory_pb2.ScoredTrajectory) -> bool:
+    return scored.score.verdict == trajectory_pb2.VERDICT_KIND_CORRECT
+
+
+def _selection(
+    groups: Sequence[buffer_pb2.ReadGroupsResponse],
+    usable: Sequence[tuple[buffer_pb2.Group, trajectory_pb2.ScoredTrajectory]],
+    kept: Sequence[Response],
+    defects: Counter[Defect],
+) -> Selection:
+    total = sum(len(item.trajectories) for item in groups)
+    correct = sum(_is_correct(scored) for _, scored in usable)
+    return Selection(tuple(kept), total, len(usable), correct, defects)
+
+
+@dataclass(frozen=True)
+class ReinforcementStep:
+    """All that one step needs besides its groups."""
+
+    policy: Policy
+    ref: policy_pb2.PolicyRef
+    objective: "learner_pb2.Objective.ValueType"
+    visibility: "sampling_pb2.Visibility.ValueType"
+    options: StageOptions
+    step: int
+
+    def run(self, groups: Sequence[buffer_pb2.ReadGroupsResponse], observe: Observer) -> dict[str, float]:
+        """Trains on the groups; the policy and its optimiser are changed in place.
+
+        Returns:
+            Metrics by name.
+
+        Raises:
+            FailedPreconditionError: nothing is kept (`NOTHING_KEPT`), or the groups are not this step's to train on.
+        """
+        selection = self._select(groups)
+        self._require_trainable(selection)
+        rows = self._rows(selection)
+        rate = learning_rate_at(self.step, self.options, self.options.total_steps)
+        self.policy.model.train()
+        summaries, norms = [], []
+        for mini_batch in self._mini_batches(rows, selection):
+            loss_of = self._loss(trained_tokens(mini_batch))
+            summaries.append(accumulate_gradient(self.policy.model, mini_batch, loss_of, self.options, observe))
+            norms.append(self._update(rate))
+        return {**selection.metrics(), **_summary_metrics(summaries), "grad_norm": max(norms), "learning_rate": rate}
+
+    @property
+    def _is_papo(self) -> bool:
+        return self.objective == learner_pb2.OBJECTIVE_PAPO
+
+    def _select(self, groups: Sequence[buffer_pb2.ReadGroupsResponse]) -> Selection:
+        for item in groups:
+            require_plain_sampling(item.group, self.objective)
+        if not self._is_papo:
+            return select_for_dapo(groups, self.options)
+        parallel = self.visibility == sampling_pb2.VISIBILITY_PARALLEL
+        structural = self.policy.structural_filter() if parallel else None
+        return select_for_papo(groups, structural, self.options.malformed)
+
+    def _require_trainable(self, selection: Selection) -> None:
+        trajectories = [response.scored.trajectory for response in selection.kept]
+        require_policy(trajectories, self.ref)
+        require_visibility(trajectories, self.visibility)
+        if not selection.kept:
+            counts = ", ".join(f"{count} {defect}" for defect, count in selection.defects.most_common())
+            raise FailedPreconditionError(
+                f"none of {selection.total} trajectories is left to train on ({counts or 'none was judged'}): "
+                "train the form before this stage, or set malformed to incorrect",
+                reason="NOTHING_KEPT",
+                metadata={str(defect): str(count) for defect, count in selection.defects.items()},
+            )
+
+    def _rows(self, selection: Selection) -> list[Row]:
+        rewards = [response.reward for response in selection.kept]
+        names = [response.group.group_id for response in selection.kept]
+        normalise = papo_advantages if self._is_papo else dapo_advantages
+        advantages = normalise(rewards, names, self.options.advantage_epsilon)
+        return [
+            row_of_trajectory(item.scored.trajectory, self.policy.tags, self.policy.vocabulary_size, float(advantage))
+            for item, advantage in zip(selection.kept, advantages, strict=True)
+        ]
+
+    def _mini_batches(self, rows: Sequence[Row], selection: Selection) -> Iterator[list[Row]]:
+        """Whole groups, dealt out in an order that the seed and the step fix."""
+        if self._is_papo:
+            yield list(rows)
+            return
+        by_group: dict[str, list[Row]] = {}
+        for row, response in zip(rows, selection.kept, strict=True):
+            by_group.setdefault(response.group.group_id, []).append(row)
+        names = sorted(by_group)
+        order = np.random.default_rng([self.options.seed, self.step]).permutation(len(names))
+        for part in np.array_split(order, min(self.options.minibatches_per_step, len(names))):
+            yield [row for index in part for row in by_group[names[index]]]
+
+    def _loss(self, normalizer: int) -> LossFunction:
+        if self._is_papo:
+            return partial(_papo, normalizer=max(1, normalizer))
+        clip = ClipRange(self.options.clip_low, self.options.clip_high, self.options.dual_clip)
+        return partial(_dapo, normalizer=max(1, normalizer), clip=clip)
+
+    def _update(self, rate: float) -> float:
+        return apply_update(self.policy.model.parameters(), self.policy.optimizer, rate, self.options.max_grad_norm)
+
+
+def _papo(log_probs_N: torch.Tensor, batch: Batch, *, normalizer: float) -> LossTerms:
+    return papo_loss(log_probs_N, batch.advantages_N.to(log_probs_N.dtype), normalizer)
+
+
+def _dapo(log_probs_N: torch.Tensor, batch: Batch, *, normalizer: float, clip: ClipRange) -> LossTerms:
+    advantages_N = batch.advantages_N.to(log_probs_N.dtype)
+    return dapo_loss(log_probs_N, batch.behavior_log_probs_N, advantages_N, normalizer, clip)
+
+
+def _summary_metrics(summaries: Sequence[GradientSummary]) -> Mapping[str, float]:
+    """Means over the step's tokens. Drift is that of the first mini-batch, before the policy has moved."""
+    tokens = sum(summary.tokens for summary in summaries)
+    names = {name for summary in summaries for name in summary.sums}
+    means = {name: sum(summary.sums[name] for summary in summaries) / max(1, tokens) for name in names}
+    return {
+        **means,
+        "loss": sum(summary.loss for summary in summaries) / len(summaries),
+        "log_prob_drift_max": summaries[0].log_prob_drift_max,
+        "tokens": tokens,
+        "padded_tokens": sum(summary.padded_tokens for summary in summaries),
+        "optimizer_steps": len(summaries),
+    }

@@ -1,0 +1,48 @@
+"""The life of the learner process: choose a device, connect to the buffer, serve, drain."""
+
+import grpc
+import torch
+
+from npr.learner.v1 import learner_pb2, learner_pb2_grpc
+from npr_common.config import Addresses
+from npr_common.policy_store import PolicyStore
+from npr_learner.checkpoint import CheckpointStore
+from npr_learner.experience import Experience
+from npr_learner.exports import PolicyExporter
+from npr_learner.policy import choose_device
+from npr_learner.servicer import LearnerServicer
+from npr_learner.settings import LearnerSettings
+from npr_learner.stages import Stages
+from npr_learner.worker import Worker
+
+GRPC_NAME: str = learner_pb2.DESCRIPTOR.services_by_name["LearnerService"].full_name
+
+
+class LearnerService:
+    """`npr_common.rpc.Service` of the learner."""
+
+    name = "learner"
+    grpc_names = (GRPC_NAME,)
+
+    def __init__(self, settings: LearnerSettings | None = None, addresses: Addresses | None = None) -> None:
+        self._settings = settings or LearnerSettings()
+        self._addresses = addresses or Addresses()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicer; channels and locks belong to the loop that runs now."""
+        policies = PolicyStore(self._addresses.policy_store_url, self._addresses.cache_dir)
+        checkpoints = CheckpointStore(self._addresses.policy_store_url)
+        stages = Stages(policies, checkpoints, self._addresses.cache_dir, choose_device(self._settings.device))
+        self._experience = Experience(self._addresses.buffer_address, self._settings.buffer_wait_seconds)
+        self._servicer = LearnerServicer(stages, self._experience, PolicyExporter(policies), Worker())
+        learner_pb2_grpc.add_LearnerServiceServicer_to_server(self._servicer, server)
+
+    async def start(self) -> None:
+        """Sets torch's threads; stages are loaded when they are asked for."""
+        if self._settings.torch_threads is not None:
+            torch.set_num_threads(self._settings.torch_threads)
+
+    async def drain(self) -> None:
+        """Finishes the step that is on its way."""
+        await self._servicer.drain()
+        await self._experience.close()

@@ -1,0 +1,16 @@
+"""Configuration of the learner, from the environment (prefix `NPR_LEARNER_`)."""
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class LearnerSettings(BaseSettings):
+    """Where the learner computes and how long it waits."""
+
+    model_config = SettingsConfigDict(env_prefix="NPR_LEARNER_", frozen=True, extra="ignore")
+
+    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`...")
+    torch_threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of one operation; unset: torch's own"
+    )
+    buffer_wait_seconds: float = Field(default=120.0, gt=0, description="how long to wait for a buffer that is away")

@@ -1,0 +1,132 @@
+"""One stage in memory: its policy, its frontier, and how both become a checkpoint and come back from it.
+
+Invariants:
+- Weights, optimiser, RNG and frontier are those of one moment. A step that fails halfway leaves a stage that must be
+  dropped and loaded again.
+- A restored stage goes on exactly as one that was never stopped: same numbers, bit for bit on one machine.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from npr.types.v1 import policy_pb2
+from npr_common.dialects import load_dialect
+from npr_common.policy_store import PolicyMetadata, PolicyStore
+from npr_common.tags import TagIds
+from npr_common.tokenizers import load_tokenizer
+from npr_learner.checkpoint import Checkpoint
+from npr_learner.optim import make_optimizer
+from npr_learner.options import StageOptions
+from npr_learner.policy import Policy, empty_model
+from npr_learner.publisher import base_files, policy_files
+from npr_learner.records import StageRecord, StageSpec
+from npr_learner.sources import Loaded
+from npr_learner.special_tokens import add_tags
+
+_MODEL, _OPTIMIZER, _RNG = "model.", "optimizer.", "rng."
+
+
+@dataclass
+class Stage:
+    """A policy under training and its frontier; `record` is replaced as a whole after each step."""
+
+    policy: Policy
+    base: dict[str, bytes]
+    record: StageRecord
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that training changes, by name."""
+        found = {f"{_MODEL}{name}": tensor for name, tensor in _weights(self.policy.model).items()}
+        for name, parameter in self.policy.model.named_parameters():
+            for key, value in self.policy.optimizer.state.get(parameter, {}).items():
+                found[f"{_OPTIMIZER}{name}/{key}"] = value
+        found[f"{_RNG}cpu"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            found[f"{_RNG}cuda"] = torch.cuda.get_rng_state()
+        return found
+
+    def publish(self, store: PolicyStore) -> policy_pb2.PolicyRef:
+        """Publishes the weights under the record's version; a repeat gives the same reference."""
+        spec, record = self.record.spec, self.record
+        metadata = PolicyMetadata(
+            dialect=self.policy.dialect.name,
+            has_tag_tokens=self.policy.tags is not None,
+            stage=spec.key.stage,
+            step=record.next_step,
+            parent_digest=record.parent_digest,
+        )
+        files = policy_files(self.policy.model, self.base, spec.options.dtype)
+        return store.publish(spec.key.run_id, record.policy_version, files, metadata)
+
+
+def start_stage(spec: StageSpec, loaded: Loaded, policy_version: int, parent_digest: str) -> Stage:
+    """A stage at its first frontier, from a model that was just loaded."""
+    torch.manual_seed(spec.options.seed)
+    dialect = load_dialect(spec.dialect)
+    model, tokenizer = loaded
+    if spec.add_tag_tokens:
+        tokenizer = add_tags(model, tokenizer, dialect)
+    policy = _policy(model, tokenizer, spec)
+    record = StageRecord(spec=spec, serial=0, next_step=0, policy_version=policy_version, parent_digest=parent_digest)
+    return Stage(policy, base_files(model, tokenizer), record)
+
+
+def restore_stage(checkpoint: Checkpoint, device: torch.device) -> Stage:
+    """The stage that a checkpoint was made of."""
+    spec = checkpoint.record.spec
+    with tempfile.TemporaryDirectory() as name:
+        for file_name, content in checkpoint.base_files.items():
+            (Path(name) / file_name).write_bytes(content)
+        model = empty_model(AutoConfig.from_pretrained(name, local_files_only=True), device)
+        tokenizer = load_tokenizer(name)
+    policy = _policy(model, tokenizer, spec)
+    _load_weights(model, _under(_MODEL, checkpoint.tensors))
+    _load_optimizer(policy, _under(_OPTIMIZER, checkpoint.tensors), device)
+    _load_rng(_under(_RNG, checkpoint.tensors))
+    return Stage(policy, checkpoint.base_files, checkpoint.record)
+
+
+def _policy(model: Any, tokenizer: Any, spec: StageSpec) -> Policy:
+    dialect = load_dialect(spec.dialect)
+    _prepare(model, spec.options)
+    return Policy(
+        model, make_optimizer(model, spec.options), tokenizer, dialect, TagIds.from_tokenizer(tokenizer, dialect)
+    )
+
+
+def _prepare(model: Any, options: StageOptions) -> None:
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters, each shared one once."""
+    return dict(model.named_parameters())
+
+
+@torch.no_grad()
+def _load_weights(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    for name, parameter in _weights(model).items():
+        parameter.copy_(tensors[name])
+
+
+def _load_optimizer(policy: Policy, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+    parameters = dict(policy.model.named_parameters())
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        policy.optimizer.state[parameters[name]][key] = tensor.to(device)
+
+
+def _load_rng(tensors: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+
+
+def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
