@@ -55,7 +55,7 @@ class BufferClient:
         while True:
             try:
                 async with asyncio.timeout(stall_seconds):
-                    yield await anext(counts)
+                    count = await anext(counts)
             except StopAsyncIteration:
                 return
             except TimeoutError as error:
@@ -64,6 +64,7 @@ class BufferClient:
                     "check the rollout service with `npr status`, then `npr run --resume`",
                     reason="ROLLOUT_STALLED",
                 ) from error
+            yield count
 
     async def summaries(self, channel: str, *, with_samples: bool = True) -> list[buffer_pb2.GroupSummary]:
         """All groups of a channel in enqueue order."""

@@ -11,18 +11,17 @@ A record's *form* is found from its own keys, so that a file needs no configurat
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from npr_common.rpc import InvalidArgumentError
+from npr_common.schema import final_answer
 
 QUESTIONS = ("problem", "question", "Problem", "Question", "puzzle", "input")
 ANSWERS = ("expected_answer", "final_answer", "answer", "Answer", "target", "gold", "ground_truth")
 SOLUTIONS = ("solution", "Solution", "reference_solution")
 IDS = ("id", "unique_id", "problem_idx", "ID")
-_BOX = re.compile(r"\\boxed\s*\{")
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,6 @@ def read_record(record: Mapping[str, Any], question_field: str | None, answer_fi
     return _plain(record, _first(record, QUESTIONS), _answer(record))
 
 
-def boxed(solution: str) -> str | None:
-    r"""The content of the last `\boxed{}` of a worked solution, braces matched; None where there is none."""
-    starts = [match.end() for match in _BOX.finditer(solution)]
-    if not starts:
-        return None
-    depth = 1
-    for index in range(starts[-1], len(solution)):
-        depth += {"{": 1, "}": -1}.get(solution[index], 0)
-        if depth == 0:
-            return solution[starts[-1] : index]
-    return None
-
-
 def _plain(record: Mapping[str, Any], question: Any, answer: Any) -> Reading:
     if not isinstance(question, str) or not question.strip() or answer is None:
         raise InvalidArgumentError(
@@ -83,7 +69,7 @@ def _answer(record: Mapping[str, Any]) -> Any:
     if answer is not None:
         return answer
     solution = _first(record, SOLUTIONS)
-    return boxed(solution) if isinstance(solution, str) else None
+    return final_answer(solution) if isinstance(solution, str) else None
 
 
 def _multiple_choice(record: Mapping[str, Any]) -> Reading:

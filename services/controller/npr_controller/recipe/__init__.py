@@ -1,6 +1,7 @@
 """Recipes: one YAML file a run."""
 
 from npr_controller.recipe.decoding import Decoding
+from npr_controller.recipe.policy import PublishedPolicy
 from npr_controller.recipe.recipe import SEED_STAGE, Evaluation, Guard, Recipe, parse_recipe
 from npr_controller.recipe.sources import Data, FileSource, MultipartSource, ReasoningGymSource, Source
 from npr_controller.recipe.stages import (
@@ -30,6 +31,7 @@ __all__ = [
     "MultipartSource",
     "MultiverseStage",
     "NprStage",
+    "PublishedPolicy",
     "ReasoningGymSource",
     "Recipe",
     "ReinforcementStage",

@@ -5,17 +5,18 @@ the same prompts in the same order.
 """
 
 from collections import Counter
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from npr.types.v1 import policy_pb2, prompt_pb2
+from npr.types.v1 import prompt_pb2, sampling_pb2
 from npr_common.rpc import InvalidArgumentError
 from npr_controller.recipe.base import RecipePart
 from npr_controller.recipe.decoding import Decoding
+from npr_controller.recipe.policy import PublishedPolicy
 from npr_controller.recipe.sources import Data
-from npr_controller.recipe.stages import NprStage, Stage
+from npr_controller.recipe.stages import Stage
 
 SEED_STAGE = "seed"
 
@@ -49,7 +50,17 @@ class Evaluation(RecipePart):
     bootstrap_resamples: int = Field(default=2000, ge=100)
     confidence: float = Field(default=0.95, gt=0, lt=1)
     decoding: Decoding | None = Field(default=None, description="unset: the recipe's")
+    visibility: Literal["sequential", "parallel"] = Field(
+        default="sequential", description="how the recipe's own model decodes; a stage's policy decodes its own way"
+    )
     shown_trajectories: int = Field(default=3, ge=0, description="trajectories a stage shows in the report")
+
+    @property
+    def model_visibility(self) -> "sampling_pb2.Visibility.ValueType":
+        """The wire form of `visibility`."""
+        if self.visibility == "parallel":
+            return sampling_pb2.VISIBILITY_PARALLEL
+        return sampling_pb2.VISIBILITY_SEQUENTIAL
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:
@@ -64,19 +75,6 @@ class Guard(RecipePart):
     max_malformed_rate: float = Field(default=0.5, ge=0, le=1, description="of an NPR step's responses")
     malformed_steps: int = Field(default=3, ge=1, description="steps in a row past the bound that stop the run")
     min_forked_rate: float = Field(default=0.95, ge=0, le=1, description="parallel rate needed before stage 3")
-
-
-class PublishedPolicy(RecipePart):
-    """A policy that a run has published."""
-
-    line: str
-    version: int = Field(ge=0)
-    manifest_url: str
-    digest: str
-
-    def to_proto(self) -> policy_pb2.PolicyRef:
-        """The wire form."""
-        return policy_pb2.PolicyRef(**self.model_dump())
 
 
 class Recipe(RecipePart):
@@ -108,11 +106,6 @@ class Recipe(RecipePart):
         if twice:
             raise ValueError(f"stages: the names must differ, and `seed` is taken: {', '.join(twice)}")
         return self
-
-    @property
-    def guards_stage_three(self) -> bool:
-        """Whether some stage needs a policy that forks."""
-        return any(isinstance(stage, NprStage) for stage in self.stages)
 
 
 def parse_recipe(text: str) -> Recipe:

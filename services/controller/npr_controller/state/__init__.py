@@ -1,5 +1,6 @@
 """What the controller must not forget: runs, facts, events, and who leads."""
 
+from npr_controller.state import keys
 from npr_controller.state.records import EventKind, EventRecord, RunRecord, RunState
 from npr_controller.state.store import RunStore, StateChangedError, StoreUnavailableError, connect_redis, now
 
@@ -12,5 +13,6 @@ __all__ = [
     "StateChangedError",
     "StoreUnavailableError",
     "connect_redis",
+    "keys",
     "now",
 ]

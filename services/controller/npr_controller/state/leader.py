@@ -31,7 +31,7 @@ class LeaderLease:
 
     async def keep(self) -> None:
         """Renews until the lease is another's, then returns. Raises `StoreUnavailableError` when Redis is gone."""
-        while await self._extend(self._milliseconds):
+        while await self._extend(self._milliseconds):  # noqa: ASYNC110 - time is the condition
             await asyncio.sleep(self._milliseconds / 3000)
 
     async def release(self) -> None:

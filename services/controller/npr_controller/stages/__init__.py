@@ -1,0 +1,1 @@
+"""The flow of a run: its stages as coroutines over facts."""

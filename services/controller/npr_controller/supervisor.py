@@ -1,0 +1,109 @@
+"""Drives all runs from one leader.
+
+Invariants: a run is driven exactly while its state is RUNNING and this replica leads; at most one driver a run; a
+driver that fails leaves the run FAILED with one sentence; a driver that could not even write that is started again.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tenacity import before_sleep_log, retry, retry_if_exception_type, wait_random_exponential
+
+from npr_common.rpc import NprError
+from npr_controller.state import EventKind, RunState, RunStore, StateChangedError, StoreUnavailableError, keys
+from npr_controller.state.journal import Journal
+from npr_controller.state.leader import LeaderLease
+
+log = logging.getLogger(__name__)
+
+# Notices wake the supervisor; this bounds how long a lost one goes unseen.
+_RECHECK_SECONDS = 5.0
+
+Drive = Callable[[Journal], Coroutine[Any, Any, None]]
+
+
+class Supervisor:
+    """Leads when it can; starts, watches and cancels drivers."""
+
+    def __init__(self, store: RunStore, lease: LeaderLease, drive: Drive) -> None:
+        self._store = store
+        self._lease = lease
+        self._drive = drive
+        self._drivers: dict[str, asyncio.Task[None]] = {}
+
+    @retry(
+        retry=retry_if_exception_type(StoreUnavailableError),
+        wait=wait_random_exponential(multiplier=0.1, max=2),
+        before_sleep=before_sleep_log(log, logging.WARNING),
+    )
+    async def run(self) -> None:
+        """Leads, again and again, until cancelled; waits for a Redis that is away."""
+        while True:
+            await self._lease.acquire()
+            log.info("this controller leads")
+            try:
+                await self._lead()
+            finally:
+                await self._cancel_drivers(list(self._drivers))
+            log.warning("this controller leads no more")
+
+    async def _lead(self) -> None:
+        """Tends the runs until the lease is lost."""
+        tasks = {asyncio.create_task(self._lease.keep()), asyncio.create_task(self._tend())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tend(self) -> None:
+        async with self._store.listen(keys.NOTICES) as notices:
+            while True:
+                await self._reconcile()
+                waking = asyncio.create_task(notices.wait(_RECHECK_SECONDS))
+                try:
+                    await asyncio.wait({waking, *self._drivers.values()}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waking.cancel()
+                    await asyncio.gather(waking, return_exceptions=True)
+
+    async def _reconcile(self) -> None:
+        """Makes the drivers those of the runs that are RUNNING."""
+        for run_id in [run_id for run_id, task in self._drivers.items() if task.done()]:
+            self._drivers.pop(run_id).result()
+        running = await self._store.running()
+        await self._cancel_drivers([run_id for run_id in self._drivers if run_id not in running])
+        for run_id in running:
+            if run_id not in self._drivers:
+                self._drivers[run_id] = asyncio.create_task(self._drive_run(run_id), name=f"run {run_id}")
+
+    async def _drive_run(self, run_id: str) -> None:
+        journal = await Journal.open(self._store, run_id, self._lease.token)
+        try:
+            await self._drive(journal)
+        except StateChangedError as error:
+            log.info("run %s: %s", run_id, error.message)  # stopped, or another controller's now
+        except StoreUnavailableError:
+            raise
+        except NprError as error:
+            await self._fail(journal, error.message)
+        except Exception as error:
+            log.exception("run %s: unexpected error", run_id)
+            await self._fail(journal, f"{type(error).__name__}: {error}; the controller's log has the traceback")
+
+    async def _fail(self, journal: Journal, sentence: str) -> None:
+        log.error("run %s failed: %s", journal.run.run_id, sentence)
+        with contextlib.suppress(StateChangedError):  # stopped, or another's, in the meantime: its word stands
+            await journal.record(EventKind.FAILED, sentence, state=RunState.FAILED, error=sentence)
+
+    async def _cancel_drivers(self, run_ids: list[str]) -> None:
+        tasks = [self._drivers.pop(run_id) for run_id in run_ids]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
