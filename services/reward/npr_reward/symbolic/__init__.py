@@ -1,0 +1,1 @@
+"""Mathematics that the sandbox evaluates: parsing, the guard against huge numbers, equality."""
