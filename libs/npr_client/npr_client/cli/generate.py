@@ -8,12 +8,11 @@ import typer
 from rich.live import Live
 
 from npr.types.v1 import trajectory_pb2
-from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, with_client
+from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, dialect_named, with_client
 from npr_client.cli.output import Output
 from npr_client.render.live import LiveTrajectory
 from npr_client.render.tree import trajectory_tree
 from npr_client.sdk import DecodingOptions, NprClient, text_prompt
-from npr_common.dialects import load_dialect
 from npr_common.errors import InternalError
 
 
@@ -32,7 +31,7 @@ def generate(
 ) -> None:
     """Decodes one prompt as you watch, branches side by side; then shows the trajectory as a tree."""
     out = Output(as_json)
-    table = load_dialect(dialect)
+    table = dialect_named(dialect)
     decoding = DecodingOptions(
         temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens, sequential=sequential
     )

@@ -12,6 +12,8 @@ import typer
 from npr_client.sdk.addresses import ServiceAddresses
 from npr_client.sdk.client import NprClient
 from npr_client.stack.layout import STATE_DIR_VARIABLE, StateDir
+from npr_common.dialects import Dialect, DialectError, load_dialect
+from npr_common.errors import InvalidArgumentError
 
 T = TypeVar("T")
 
@@ -21,6 +23,14 @@ StateDirOption = Annotated[
     typer.Option("--state-dir", envvar=STATE_DIR_VARIABLE, help="Folder of the local stack.", show_default=".npr"),
 ]
 DialectOption = Annotated[str, typer.Option(help="Dialect of the tags: a bundled name or a YAML file.")]
+
+
+def dialect_named(name: str) -> Dialect:
+    """A dialect; `InvalidArgumentError` when there is none of that name."""
+    try:
+        return load_dialect(name)
+    except DialectError as error:
+        raise InvalidArgumentError(str(error), reason="UNKNOWN_DIALECT") from error
 
 
 def with_client(state_dir: Path | None, work: Callable[[NprClient], Awaitable[T]]) -> T:

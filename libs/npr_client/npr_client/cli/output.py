@@ -37,7 +37,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """Something for the person who waits."""
-        self.talk.print(text, markup=False, highlight=False)
+        self.talk.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain(data: Any) -> Any:

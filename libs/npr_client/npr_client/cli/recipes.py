@@ -19,13 +19,14 @@ def read_recipe(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
         InvalidArgumentError: it is no YAML mapping, or a setting can't be applied.
     """
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError) as error:
         raise NotFoundError(f"no recipe {path}: the bundled ones are in recipes/") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(recipe, dict):
+    if not isinstance(content, dict):
         raise InvalidArgumentError(f"{path} is not a recipe: it must be a YAML mapping")
+    recipe: dict[str, Any] = content
     for setting in settings:
         recipe = _with_setting(recipe, setting)
     return recipe

@@ -8,13 +8,12 @@ import typer
 from rich.table import Table
 
 from npr.buffer.v1 import buffer_pb2
-from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, with_client
+from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, dialect_named, with_client
 from npr_client.cli.output import Output
 from npr_client.render import words
 from npr_client.render.tree import trajectory_tree
 from npr_client.render.view import view_trajectory
 from npr_client.sdk import NprClient
-from npr_common.dialects import load_dialect
 from npr_common.errors import FailedPreconditionError
 
 # Where the rollout service keeps the trajectories of jobs.
@@ -29,13 +28,14 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Draws a trajectory as a tree: plans, branches with their budgets, forced marks, takeaways, verdict."""
+    named = dialect_named(dialect) if dialect else None
 
     async def work(client: NprClient) -> buffer_pb2.GetTrajectoryResponse:
         runs = [run_id] if run_id is not None else [JOBS_RUN, *await _known_runs(client)]
         return await client.trajectories.find(runs, trajectory_id)
 
     found = with_client(state_dir, work)
-    table = load_dialect(dialect or found.group.dialect or "npr")
+    table = named or dialect_named(found.group.dialect or "npr")
     data = {
         "run_id": found.group.run_id,
         "channel": found.group.channel,

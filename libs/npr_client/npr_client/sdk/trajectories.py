@@ -33,7 +33,7 @@ class Trajectories:
                 return await self.get(run_id, trajectory_id)
             except NotFoundError:
                 continue
-        message = f"no trajectory {trajectory_id!r} in {len(run_ids)} runs: `npr show --list RUN` names those of a run"
+        message = f"no trajectory {trajectory_id!r} in {len(run_ids)} runs: `npr trajectories RUN` lists those of a run"
         raise NotFoundError(message, reason="TRAJECTORY_NOT_FOUND", metadata={"trajectory_id": trajectory_id})
 
     async def groups(self, run_id: str, channel: str = "") -> list[buffer_pb2.GroupSummary]:

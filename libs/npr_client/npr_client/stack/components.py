@@ -68,7 +68,8 @@ class ValkeyComponent(Component):
     def launch(self, state_dir: StateDir, addresses: Mapping[str, str]) -> Launch:
         # Valkey can't bind port 0; a port lost between here and its bind costs one more start.
         port = self._port(addresses) or free_port()
-        command = tuple(valkey_command(state_dir.valkey_folder, port))
+        # A process title would be written over the environment, which bears the stack's mark.
+        command = (*valkey_command(state_dir.valkey_folder, port), "--set-proc-title", "no")
         return Launch(command, {}, address=f"{LOOPBACK}:{port}")
 
     def address(self, state_dir: StateDir, recorded: str | None) -> str | None:

@@ -134,7 +134,9 @@ class Keeper:
         code = self._child.wait() if self._child is not None and self._child.pid == identity.pid else None
         state = self._board.state.component(self.name)
         failed = state.phase is Phase.STARTING
-        error = f"process {identity.pid} ended{_how(code)}: {last_line(self._state_dir.log_file(self.name))}"
+        error = f"process {identity.pid} ended{_how(code)}"
+        if code is None or code >= 0:  # a process that was killed had no last words
+            error += f": {last_line(self._state_dir.log_file(self.name))}"
         log.warning("%s: %s", self.name, error)
         await self._board.update(
             self.name,
