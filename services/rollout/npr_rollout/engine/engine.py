@@ -16,7 +16,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,23 @@ class EngineStatus:
     joins: int
     preemptions: int
     fork_refusals: dict[MalformedReason, int]
+
+    @classmethod
+    def zero(cls) -> EngineStatus:
+        """An engine that was never there."""
+        return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, {})
+
+    def plus(self, later: EngineStatus) -> EngineStatus:
+        """The state of `later`, with the counts of both."""
+        return replace(
+            later,
+            steps=self.steps + later.steps,
+            tokens=self.tokens + later.tokens,
+            forks=self.forks + later.forks,
+            joins=self.joins + later.joins,
+            preemptions=self.preemptions + later.preemptions,
+            fork_refusals=dict(Counter(self.fork_refusals) + Counter(later.fork_refusals)),
+        )
 
 
 class Engine:

@@ -1,0 +1,191 @@
+"""Between the contract's messages and the engine's types."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from npr.buffer.v1 import buffer_pb2
+from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
+from npr_common.errors import InvalidArgumentError
+from npr_rollout.engine.outcomes import ForkRefusal, Visibility
+from npr_rollout.engine.request import BlockReport, LedgerReport, Limits, Request, Result, SamplingParams
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A `DecodingSpec` in the engine's terms."""
+
+    sampling: SamplingParams
+    limits: Limits
+    visibility: Visibility
+    fork_refusal: ForkRefusal
+
+    @classmethod
+    def parse(cls, spec: sampling_pb2.DecodingSpec, *, default_refusal: ForkRefusal, seed_offset: int = 0) -> Decoding:
+        """Read a spec; zeros mean defaults, as the contract says.
+
+        Raises:
+            InvalidArgumentError: the visibility is not set.
+        """
+        if spec.visibility == sampling_pb2.VISIBILITY_UNSPECIFIED:
+            message = "Set decoding.visibility to SEQUENTIAL or PARALLEL."
+            raise InvalidArgumentError(message, field_violations={"decoding.visibility": message})
+        return cls(
+            _sampling(spec.sampling, seed_offset),
+            _limits(spec.limits),
+            Visibility(spec.visibility),
+            ForkRefusal(spec.fork_refusal) if spec.fork_refusal else default_refusal,
+        )
+
+    def request(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        stream: bool = False,
+    ) -> Request:
+        """The engine's request."""
+        return Request(
+            request_id,
+            tuple(prompt_ids),
+            self.sampling,
+            self.limits,
+            self.visibility,
+            self.fork_refusal,
+            priority,
+            deadline,
+            stream,
+        )
+
+
+def prompt_ids(prompt: prompt_pb2.Prompt, tokenizer: Any) -> list[int]:
+    """The prompt's token ids: its own, or its messages through the chat template, once.
+
+    Raises:
+        InvalidArgumentError: it has both or neither, or the tokenizer has no chat template.
+    """
+    if bool(prompt.messages) == bool(prompt.token_ids):
+        raise InvalidArgumentError("Set exactly one of prompt.messages and prompt.token_ids.")
+    if prompt.token_ids:
+        return list(prompt.token_ids)
+    if not tokenizer.chat_template:
+        raise InvalidArgumentError("The policy's tokenizer has no chat template: send prompt.token_ids instead.")
+    messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a trajectory belongs."""
+
+    group_id: str
+    sample_index: int
+    prompt: prompt_pb2.Prompt
+
+    @property
+    def trajectory_id(self) -> str:
+        """`<group_id>/<sample_index>`."""
+        return f"{self.group_id}/{self.sample_index}"
+
+    @classmethod
+    def of(cls, group: buffer_pb2.Group, sample_index: int) -> Origin:
+        """A sample of a group."""
+        return cls(group.group_id, sample_index, group.prompt)
+
+
+def trajectory_message(
+    result: Result, origin: Origin, policy: policy_pb2.PolicyRef, tokenizer: Any, traceparent: str = ""
+) -> trajectory_pb2.Trajectory:
+    """The contract's trajectory: ids, log-probs, flags, version and accounts in one message."""
+    prompt, response = result.token_ids[: result.prompt_length], result.token_ids[result.prompt_length :]
+    return trajectory_pb2.Trajectory(
+        trajectory_id=origin.trajectory_id,
+        group_id=origin.group_id,
+        sample_index=origin.sample_index,
+        prompt_id=origin.prompt.prompt_id,
+        token_ids=result.token_ids,
+        prompt_length=result.prompt_length,
+        behavior_log_probs=result.log_probs,
+        forced=result.forced,
+        policy=policy,
+        visibility=result.visibility.value,
+        outcome=result.outcome.value,
+        malformed_reason=result.malformed_reason.value,
+        limit=result.limit.value,
+        branch_truncated=result.branch_truncated,
+        serialized_blocks=result.serialized_blocks,
+        ledger=_ledger(result.ledger),
+        response_text=tokenizer.decode(response, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        started_at=timestamp(result.started_at),
+        finished_at=timestamp(result.finished_at),
+        message=result.message,
+        traceparent=traceparent,
+        metadata=dict(origin.prompt.metadata),
+        prompt_text=tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+    )
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Seconds since the epoch as a message."""
+    stamp = Timestamp()
+    stamp.FromNanoseconds(int(seconds * 1e9))
+    return stamp
+
+
+def deadline_after(seconds: float | None) -> float | None:
+    """A call's remaining time as the engine's deadline."""
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _sampling(message: sampling_pb2.Sampling, seed_offset: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        seed=message.seed + seed_offset,
+    )
+
+
+def _limits(message: sampling_pb2.Limits) -> Limits:
+    return Limits(
+        max_tokens=message.max_tokens or None,
+        max_critical_tokens=message.max_critical_tokens or None,
+        max_branch_tokens=message.max_branch_tokens or None,
+        max_branches=message.max_branches or None,
+        max_blocks=message.max_blocks or None,
+    )
+
+
+def _ledger(report: LedgerReport) -> trajectory_pb2.Ledger:
+    return trajectory_pb2.Ledger(
+        total_tokens=report.total_tokens,
+        critical_path_tokens=report.critical_path_tokens,
+        forced_tokens=report.forced_tokens,
+        engine_steps=report.engine_steps,
+        peak_pages=report.peak_pages,
+        preemptions=report.preemptions,
+        blocks=[_block(block) for block in report.blocks],
+    )
+
+
+def _block(report: BlockReport) -> trajectory_pb2.BlockLedger:
+    branches = [
+        trajectory_pb2.BranchLedger(
+            budget_tokens=branch.budget_tokens,
+            used_tokens=branch.used_tokens,
+            forced_tokens=branch.forced_tokens,
+            stop=branch.stop.value,
+        )
+        for branch in report.branches
+    ]
+    return trajectory_pb2.BlockLedger(branches=branches, critical_path_tokens=report.critical_path_tokens)

@@ -1,0 +1,94 @@
+"""From a policy reference to a model in memory.
+
+Invariant: what is served is what the reference's digest names; the policy store verifies every file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from npr.types.v1 import policy_pb2
+from npr_common.dialects import Dialect, DialectError, load_dialect
+from npr_common.errors import DataLossError, FailedPreconditionError, NotFoundError
+from npr_common.policy_store import PolicyStore
+from npr_common.tokenizers import TokenizerError, load_tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy in memory."""
+
+    ref: policy_pb2.PolicyRef
+    model: Any
+    tokenizer: Any
+    dialect: Dialect
+
+
+class PolicyLoader:
+    """Loads policies from the store onto one device."""
+
+    def __init__(self, store: PolicyStore, device: str = "auto", dtype: str = "auto") -> None:
+        self._store = store
+        self._device = _device(device)
+        self._dtype = _dtype(dtype, self._device)
+
+    async def load(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
+        """Fetch, verify and load, in a thread of its own.
+
+        Raises:
+            NotFoundError: the policy is not in the store.
+            DataLossError: its files are not what they were.
+            FailedPreconditionError: the engine can't serve this kind of model.
+        """
+        return await asyncio.to_thread(self._load, ref)
+
+    async def latest(self, line: str) -> policy_pb2.PolicyRef:
+        """The newest version of a line. Raises NotFoundError when nothing was published."""
+        ref = await asyncio.to_thread(self._store.latest, line)
+        if ref is None:
+            raise NotFoundError(f"policy line {line} has no version in {self._store.root_url}: publish one first")
+        return ref
+
+    def _load(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
+        manifest = self._store.manifest(ref)
+        folder = self._store.materialize(ref)
+        self._store.evict_cached(ref)
+        try:
+            dialect = load_dialect(manifest.metadata.dialect)
+            tokenizer = load_tokenizer(folder)
+        except (DialectError, TokenizerError) as error:
+            raise FailedPreconditionError(f"policy {ref.line} version {ref.version}: {error}") from error
+        return LoadedPolicy(ref, self._model(folder, ref), tokenizer, dialect)
+
+    def _model(self, folder: Path, ref: policy_pb2.PolicyRef) -> Any:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=self._dtype, local_files_only=True)
+        except (OSError, SafetensorError) as error:
+            raise DataLossError(f"policy {ref.line} version {ref.version} can't be read: {error}") from error
+        except (ValueError, KeyError) as error:
+            raise FailedPreconditionError(
+                f"policy {ref.line} version {ref.version} is no model that transformers can load: {error}"
+            ) from error
+        return model.to(self._device).eval()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FailedPreconditionError(f"NPR_ROLLOUT_DTYPE is {name!r}: name a torch dtype such as bfloat16")
+    return dtype

@@ -1,0 +1,127 @@
+"""The rollout service: engine thread, policy, worker and RPCs, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from functools import partial
+
+import grpc
+
+from npr.buffer.v1 import buffer_pb2_grpc
+from npr.reward.v1 import reward_pb2_grpc
+from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from npr.types.v1 import policy_pb2
+from npr_common.config import Addresses
+from npr_common.errors import NprError
+from npr_common.policy_store import PolicyStore
+from npr_common.rpc import connect
+from npr_rollout.engine.config import EngineConfig
+from npr_rollout.engine.engine import Engine
+from npr_rollout.engine.model_runner import kv_shape
+from npr_rollout.engine_thread import EngineThread, Serving
+from npr_rollout.jobs import Jobs
+from npr_rollout.metrics import observe_engine
+from npr_rollout.outbox import Outbox
+from npr_rollout.policy_loader import LoadedPolicy, PolicyLoader
+from npr_rollout.servicer import RolloutServicer
+from npr_rollout.settings import RolloutSettings
+from npr_rollout.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+
+
+class RolloutService:
+    """What `npr_common.rpc.run` serves. Healthy once it can take work; a policy is loaded when work names it."""
+
+    name = "rollout"
+    grpc_names = (rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,)
+
+    def __init__(self, settings: RolloutSettings | None = None, addresses: Addresses | None = None) -> None:
+        self._settings = settings or RolloutSettings()
+        self._addresses = addresses or Addresses()
+        store = PolicyStore(self._addresses.policy_store_url, self._addresses.cache_dir / "rollout")
+        self._loader = PolicyLoader(store, self._settings.device, self._settings.dtype)
+        self._engine = EngineThread(self._settings.torch_threads)
+        self._channels: list[grpc.aio.Channel] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._worker: Worker | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicer and connects to the peers."""
+        buffer_channel, reward_channel = (
+            connect(self._addresses.buffer_address),
+            connect(self._addresses.reward_address),
+        )
+        self._channels = [buffer_channel, reward_channel]
+        buffer: buffer_pb2_grpc.BufferServiceAsyncStub = buffer_pb2_grpc.BufferServiceStub(buffer_channel)
+        reward: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(reward_channel)
+        self._outbox = Outbox(buffer, reward, self._settings.peer_wait_seconds)
+        self._worker = Worker(self._engine, buffer, self._outbox, self.serve_policy, self._settings)
+        jobs = Jobs(buffer, self._settings.peer_wait_seconds)
+        servicer = RolloutServicer(self._engine, jobs, self._worker.worker_id, self._settings.max_waiting)
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+
+    async def start(self) -> None:
+        """Loads the policy line that is to be served from the start, and begins to take work."""
+        self._engine.start()
+        observe_engine(self._engine)
+        if self._settings.policy_line:
+            await self.serve_policy(await self._loader.latest(self._settings.policy_line))
+        assert self._worker is not None
+        self._tasks.append(asyncio.create_task(self._outbox.run(), name="outbox"))
+        if self._settings.worker:
+            self._tasks.append(asyncio.create_task(self._worker.run(), name="worker"))
+        for task in self._tasks:
+            task.add_done_callback(_end_process_on_fault)
+
+    async def drain(self) -> None:
+        """Stops leasing, gives back what is being decoded, and ends."""
+        assert self._worker is not None
+        for task in reversed(self._tasks[1:]):
+            task.cancel()
+        await asyncio.gather(*self._tasks[1:], return_exceptions=True)
+        with contextlib.suppress(NprError):  # leases that can't be given back end by themselves
+            await self._worker.give_back()
+        await self._outbox.flush()
+        await self._engine.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._channels:
+            await channel.close()
+
+    async def serve_policy(self, ref: policy_pb2.PolicyRef) -> None:
+        """Loads a policy and serves it as soon as nothing is on its way. Raises what the loader raises."""
+        policy = await self._loader.load(ref)
+        await self._engine.replace(partial(self._serving, policy))
+        log.info("serving %s version %d (%s)", ref.line, ref.version, ref.digest[:12])
+
+    def _serving(self, policy: LoadedPolicy) -> Serving:
+        config = self._engine_config(policy)
+        engine = Engine(policy.model, policy.tokenizer, policy.dialect, config, policy_version=int(policy.ref.version))
+        return Serving(policy, engine)
+
+    def _engine_config(self, policy: LoadedPolicy) -> EngineConfig:
+        settings = self._settings
+        page_bytes = kv_shape(policy.model).bytes_per_token * settings.page_size
+        return EngineConfig(
+            page_size=settings.page_size,
+            pages=max(2, settings.kv_memory_mib * _MIB // page_bytes),
+            max_running=settings.max_running,
+            max_branches=settings.max_branches,
+            max_blocks=settings.max_blocks,
+            audit_every_step=settings.audit_every_step,
+        )
+
+
+def _end_process_on_fault(task: asyncio.Task[None]) -> None:
+    """A service that takes no work must not look healthy: it ends, and whoever runs it starts it again."""
+    if not task.cancelled():
+        log.critical("the %s ended; stopping the process", task.get_name(), exc_info=task.exception())
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,253 @@
+"""The worker: lease groups, roll them out, have them scored and appended.
+
+Invariants:
+- A group is decoded with exactly the policy it names. The policy is changed only while the worker holds no group.
+- Leases are renewed while their groups are worked on. A lease that was lost ends its group's decoding at once.
+- What is lost with a crash is decoding time: leases end, and the groups are rolled out again by someone.
+- Draining stops leasing, aborts what is being decoded, delivers what is finished, and gives the rest back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+from npr.types.v1 import policy_pb2
+from npr_common.errors import (
+    DataLossError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    NprError,
+    rpc_errors,
+)
+from npr_common.rpc import call_durably
+from npr_rollout.engine.outcomes import ForkRefusal
+from npr_rollout.engine.request import Request, Result
+from npr_rollout.engine.results import refused
+from npr_rollout.engine_thread import EngineThread
+from npr_rollout.messages import Decoding, Origin, prompt_ids, trajectory_message
+from npr_rollout.outbox import Outbox
+from npr_rollout.policy_loader import LoadedPolicy
+from npr_rollout.settings import RolloutSettings
+from npr_rollout.traces import record_trajectory
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 2.0
+_RENEWALS_PER_LEASE = 3
+
+ServePolicy = Callable[[policy_pb2.PolicyRef], Awaitable[None]]
+Key = tuple[str, str]
+
+
+@dataclass
+class _Held:
+    """Groups under lease, by run and group id, and the tasks that work on them."""
+
+    tasks: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
+
+    def keys(self, names: Sequence[Key] | None = None) -> list[buffer_pb2.GroupKey]:
+        """As messages; all of them unless some are named."""
+        return [buffer_pb2.GroupKey(run_id=run, group_id=group) for run, group in names or self.tasks]
+
+
+class Worker:
+    """Keeps the engine busy with the buffer's work; `run` it as a task."""
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        buffer: buffer_pb2_grpc.BufferServiceAsyncStub,
+        outbox: Outbox,
+        serve_policy: ServePolicy,
+        settings: RolloutSettings,
+    ) -> None:
+        self.worker_id = f"rollout-{uuid.uuid4().hex[:12]}"
+        self._engine = engine
+        self._buffer = buffer
+        self._outbox = outbox
+        self._serve_policy = serve_policy
+        self._settings = settings
+        self._held = _Held()
+        self._undecoded: set[tuple[Key, int]] = set()  # samples of held groups that the engine has not finished
+        self._trouble = False  # whether work was given back since the last lease call
+        self._progress = asyncio.Event()
+        self._free = asyncio.Event()  # set while no group is held
+        self._free.set()
+
+    async def run(self) -> None:
+        """Works until cancelled. A buffer that is away is waited for."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._lease_forever())
+            tasks.create_task(self._renew_forever())
+
+    async def give_back(self) -> None:
+        """Abort what is being decoded and give its groups back; call it after `run` was cancelled."""
+        names = list(self._held.tasks)
+        tasks = list(self._held.tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if names:
+            request = buffer_pb2.ReturnGroupsRequest(worker_id=self.worker_id, groups=self._held.keys(names))
+            with rpc_errors():
+                await self._buffer.ReturnGroups(request)
+
+    async def _lease_forever(self) -> None:
+        while True:
+            self._progress.clear()
+            if len(self._undecoded) >= self._settings.max_running:
+                await self._progress.wait()
+                continue
+            try:
+                await self._lease_once()
+            except NprError as error:
+                log.warning("leasing failed and is tried again: %s", error.message)
+                self._trouble = True
+            if self._trouble:  # nobody says when a policy or an engine is well again
+                self._trouble = False
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _lease_once(self) -> None:
+        """One lease call. While groups are held it asks for their policy only, so it ends with the last of them."""
+        busy = bool(self._held.tasks)
+        call = asyncio.create_task(self._lease(only_preferred=busy and self._engine.policy is not None))
+        try:
+            if busy:
+                await self._until_done_or_free(call)
+            if call.done() or not busy:
+                groups = await call
+                if groups:
+                    await self._take(groups)
+        finally:
+            call.cancel()  # a call that is dropped takes no groups: the buffer gives them back
+
+    async def _until_done_or_free(self, call: asyncio.Task[Sequence[buffer_pb2.LeasedGroup]]) -> None:
+        free = asyncio.create_task(self._free.wait())
+        await asyncio.wait({call, free}, return_when=asyncio.FIRST_COMPLETED)
+        free.cancel()
+
+    async def _lease(self, *, only_preferred: bool) -> Sequence[buffer_pb2.LeasedGroup]:
+        policy = self._engine.policy
+        request = buffer_pb2.LeaseGroupsRequest(
+            request_id=uuid.uuid4().hex,
+            worker_id=self.worker_id,
+            max_groups=self._settings.lease_groups,
+            lease_seconds=self._settings.lease_seconds,
+            wait_seconds=self._settings.lease_wait_seconds,
+            prefer_policy=policy.ref if policy is not None else None,
+            only_preferred=only_preferred,
+        )
+        response = await call_durably(
+            lambda: self._buffer.LeaseGroups(request),
+            whom="the buffer",
+            deadline_seconds=self._settings.peer_wait_seconds,
+        )
+        return response.groups
+
+    async def _take(self, leased: Sequence[buffer_pb2.LeasedGroup]) -> None:
+        """Serve the policy that the groups need, then start on them."""
+        try:
+            await self._serve_policy_of(leased[0].group)
+        except (NotFoundError, DataLossError, FailedPreconditionError):
+            await self._return([(item.group.run_id, item.group.group_id) for item in leased])
+            raise
+        for item in leased:
+            self._start(item)
+
+    def _start(self, leased: buffer_pb2.LeasedGroup) -> None:
+        key = (leased.group.run_id, leased.group.group_id)
+        if key in self._held.tasks:
+            return  # its lease had ended unnoticed, and is ours again
+        task = asyncio.create_task(self._work(key, leased), name=f"group {key[1]}")
+        self._held.tasks[key] = task
+        self._undecoded.update((key, index) for index in leased.missing_sample_indices)
+        self._free.clear()
+        task.add_done_callback(lambda _: self._forget(key, leased.missing_sample_indices))
+
+    def _forget(self, key: Key, indices: Sequence[int]) -> None:
+        del self._held.tasks[key]
+        self._undecoded.difference_update((key, index) for index in indices)
+        self._progress.set()
+        if not self._held.tasks:
+            self._free.set()
+
+    async def _serve_policy_of(self, group: buffer_pb2.Group) -> None:
+        served = self._engine.policy
+        if not group.HasField("policy"):
+            if served is None:
+                raise FailedPreconditionError(
+                    f"group {group.group_id} names no policy and none is served: "
+                    "name one, or set NPR_ROLLOUT_POLICY_LINE"
+                )
+        elif served is None or served.ref.digest != group.policy.digest:
+            await self._serve_policy(group.policy)
+
+    async def _work(self, key: Key, leased: buffer_pb2.LeasedGroup) -> None:
+        """Roll a group out. An error gives the group back: another worker, or this one, tries again."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in leased.missing_sample_indices:
+                    tasks.create_task(self._roll_out(key, leased.group, index))
+        except* NprError as errors:
+            log.warning("group %s is given back: %s", key[1], errors.exceptions[0])
+            self._trouble = True
+            await self._return([key])
+
+    async def _roll_out(self, key: Key, group: buffer_pb2.Group, index: int) -> None:
+        policy = self._engine.policy
+        if policy is None:
+            raise FailedPreconditionError("The engine failed and serves no policy; the group is leased again.")
+        result = await self._decode(group, index, policy)
+        self._undecoded.discard((key, index))
+        self._progress.set()
+        origin = Origin.of(group, index)
+        traceparent = record_trajectory(result, origin.trajectory_id, group.group_id, group.traceparent)
+        message = trajectory_message(result, origin, policy.ref, policy.tokenizer, traceparent)
+        await self._outbox.deliver(group, message)
+
+    async def _decode(self, group: buffer_pb2.Group, index: int, policy: LoadedPolicy) -> Result:
+        """Decode one sample; one that can't be right ends as REFUSED, so that its group still completes."""
+        ids: list[int] = []
+        request_id = f"{group.run_id}/{group.group_id}/{index}"
+
+        def make(loaded: LoadedPolicy) -> Request:
+            decoding = Decoding.parse(group.decoding, default_refusal=ForkRefusal.REJECT, seed_offset=index)
+            ids.extend(prompt_ids(group.prompt, loaded.tokenizer))
+            return decoding.request(request_id, ids, priority=group.priority)
+
+        try:
+            return await self._engine.decode(make)
+        except InvalidArgumentError as error:
+            return refused(Request(request_id, tuple(ids)), policy.ref.version, error.message)
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.lease_seconds / _RENEWALS_PER_LEASE)
+            if not self._held.tasks:
+                continue
+            request = buffer_pb2.RenewLeasesRequest(
+                worker_id=self.worker_id, groups=self._held.keys(), lease_seconds=self._settings.lease_seconds
+            )
+            try:
+                with rpc_errors():
+                    response = await self._buffer.RenewLeases(request)
+            except NprError as error:
+                log.warning("renewing leases failed and is tried again: %s", error.message)
+                continue
+            for lost in response.lost_groups:
+                task = self._held.tasks.get((lost.run_id, lost.group_id))
+                if task is not None:
+                    log.info("the lease of %s is lost: its decoding ends", lost.group_id)
+                    task.cancel()
+
+    async def _return(self, names: Sequence[Key]) -> None:
+        request = buffer_pb2.ReturnGroupsRequest(worker_id=self.worker_id, groups=self._held.keys(names))
+        with contextlib.suppress(NprError), rpc_errors():  # an unreturned lease ends by itself
+            await self._buffer.ReturnGroups(request)
