@@ -46,7 +46,7 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         self._settings = settings
         self._store = RunStore(connect_redis(settings.redis_url))
         self._lease = LeaderLease(self._store, settings.lease_seconds)
-        self._supervisor = Supervisor(self._store, self._lease, self._drive)
+        self._supervisor = Supervisor(self._store, self._lease, self._drive, settings.redis_retry_seconds)
         self._addresses = addresses
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._leading: asyncio.Task[None] | None = None

@@ -13,3 +13,4 @@ class ControllerSettings(BaseSettings):
     lease_seconds: float = Field(default=6.0, gt=0, description="how long a dead leader's lease lives")
     patience_seconds: float = Field(default=180.0, gt=0, description="how long a service may be away")
     stall_seconds: float = Field(default=900.0, gt=0, description="how long no rollout may finish")
+    redis_retry_seconds: float = Field(default=1.0, gt=0, description="longest pause before Redis is tried again")

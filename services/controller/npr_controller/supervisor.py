@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tenacity import before_sleep_log, retry, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, before_sleep_log, retry_if_exception_type, wait_random
 
 from npr_common.rpc import NprError
-from npr_controller.state import EventKind, RunState, RunStore, StateChangedError, StoreUnavailableError, keys
+from npr_controller.state import STORE_ERRORS, EventKind, RunState, RunStore, StateChangedError, keys
 from npr_controller.state.journal import Journal
 from npr_controller.state.leader import LeaderLease
 
@@ -28,19 +28,25 @@ Drive = Callable[[Journal], Coroutine[Any, Any, None]]
 class Supervisor:
     """Leads when it can; starts, watches and cancels drivers."""
 
-    def __init__(self, store: RunStore, lease: LeaderLease, drive: Drive) -> None:
+    def __init__(self, store: RunStore, lease: LeaderLease, drive: Drive, retry_seconds: float = 1.0) -> None:
         self._store = store
         self._lease = lease
         self._drive = drive
+        self._retry_seconds = retry_seconds
         self._drivers: dict[str, asyncio.Task[None]] = {}
 
-    @retry(
-        retry=retry_if_exception_type(StoreUnavailableError),
-        wait=wait_random_exponential(multiplier=0.1, max=2),
-        before_sleep=before_sleep_log(log, logging.WARNING),
-    )
     async def run(self) -> None:
-        """Leads, again and again, until cancelled; waits for a Redis that is away."""
+        """Leads whenever it can, until cancelled; waits for a Redis that is away or full."""
+        patiently = AsyncRetrying(
+            retry=retry_if_exception_type(STORE_ERRORS),
+            wait=wait_random(0, self._retry_seconds),
+            before_sleep=before_sleep_log(log, logging.WARNING),
+        )
+        async for attempt in patiently:
+            with attempt:
+                await self._lead_again_and_again()
+
+    async def _lead_again_and_again(self) -> None:
         while True:
             await self._lease.acquire()
             log.info("this controller leads")
@@ -89,7 +95,7 @@ class Supervisor:
             await self._drive(journal)
         except StateChangedError as error:
             log.info("run %s: %s", run_id, error.message)  # stopped, or another controller's now
-        except StoreUnavailableError:
+        except STORE_ERRORS:
             raise
         except NprError as error:
             await self._fail(journal, error.message)

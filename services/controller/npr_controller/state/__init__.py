@@ -2,9 +2,17 @@
 
 from npr_controller.state import keys
 from npr_controller.state.records import EventKind, EventRecord, RunRecord, RunState
-from npr_controller.state.store import RunStore, StateChangedError, StoreUnavailableError, connect_redis, now
+from npr_controller.state.store import (
+    STORE_ERRORS,
+    RunStore,
+    StateChangedError,
+    StoreUnavailableError,
+    connect_redis,
+    now,
+)
 
 __all__ = [
+    "STORE_ERRORS",
     "EventKind",
     "EventRecord",
     "RunRecord",

@@ -27,6 +27,14 @@ class StoreUnavailableError(UnavailableError):
     """The controller's own Redis doesn't answer: nothing can be recorded, not even a failure."""
 
 
+class StoreFullError(ResourceExhaustedError):
+    """The controller's own Redis can't write: disk or memory is full."""
+
+
+# After these nothing can be recorded: a driver is started again instead of its run being marked FAILED.
+STORE_ERRORS = (StoreUnavailableError, StoreFullError)
+
+
 class StateChangedError(AbortedError):
     """The run is not in the state that the transition needs, or another controller leads."""
 
@@ -178,9 +186,9 @@ def _refusal(error: ResponseError) -> Exception:
     return error
 
 
-def _full(error: RedisError) -> ResourceExhaustedError:
-    return ResourceExhaustedError(
-        f"the controller's Redis can't write ({error}): free disk or memory, then `npr run --resume`",
+def _full(error: RedisError) -> StoreFullError:
+    return StoreFullError(
+        f"the controller's Redis can't write ({error}): free disk or memory; runs then go on by themselves",
         reason="REDIS_FULL",
     )
 
