@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from npr_common.errors import NprError
 FAILED = 2
 INTERRUPTED = 130
 FAULT = 70
+BROKEN_PIPE = 141
 
 
 class NprGroup(TyperGroup):
@@ -23,6 +25,10 @@ class NprGroup(TyperGroup):
             return super().invoke(ctx)
         except NprError as error:
             _fail(ctx, _one_line(error), FAILED)
+        except BrokenPipeError:
+            # Who read our output, such as `head`, has enough; the interpreter's last flush must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
             _fail(ctx, f"{error.strerror or error}{where}", FAILED)

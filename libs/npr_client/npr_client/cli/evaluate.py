@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import fsspec
 import typer
 
-from npr.types.v1 import policy_pb2
 from npr_client.cli.options import JsonOption, StateDirOption, with_client
 from npr_client.cli.output import Output
+from npr_client.cli.policies import ModelOption, PolicyOption, absolute_model, find_policy
 from npr_client.cli.recipes import to_yaml
 from npr_client.cli.runs import RunsDirOption, ensure_stack, finish
 from npr_client.render.tables import stages_table
 from npr_client.sdk import NprClient
 from npr_client.stack.layout import StateDir
-from npr_common.config import Addresses
-from npr_common.errors import InvalidArgumentError, NotFoundError
-from npr_common.policy_store import PolicyStore
+from npr_common.errors import InvalidArgumentError
 
 GENERATED_COUNT = 200
 
@@ -30,13 +26,14 @@ GENERATED_COUNT = 200
 def evaluate(
     *,
     data: Annotated[list[str], typer.Option(help="[NAME=]SOURCE: a file, `multipart`, `reasoning_gym:FAMILY`.")],
-    model: Annotated[str | None, typer.Option(help="A folder, `bundled:NAME` or `package:MODULE/FILE`.")] = None,
-    policy: Annotated[str | None, typer.Option(help="RUN or RUN@VERSION: a published policy.")] = None,
+    model: ModelOption = None,
+    policy: PolicyOption = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Samples a problem.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Problems of each source.", show_default="all")] = None,
     verifier: Annotated[str | None, typer.Option(help="How answers are judged.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Over all branches.")] = None,
+    sequential: Annotated[bool, typer.Option("--sequential", help="Plain causal decoding: no forks.")] = False,
     run_id: Annotated[str | None, typer.Option(help="Name of the run.", show_default="model and time")] = None,
     runs_dir: RunsDirOption = Path("runs"),
     state_dir: StateDirOption = None,
@@ -50,7 +47,11 @@ def evaluate(
         **_weights(model, policy, StateDir.at(state_dir)),
         "data": {"test": dict(_source(text, limit, verifier) for text in data)},
         "decoding": _decoding(temperature, max_tokens),
-        "evaluation": {"samples_per_problem": samples, "pass_at": sorted({1, samples})},
+        "evaluation": {
+            "samples_per_problem": samples,
+            "pass_at": sorted({1, samples}),
+            "visibility": "sequential" if sequential else "parallel",
+        },
     }
 
     async def work(client: NprClient) -> Path:
@@ -67,40 +68,10 @@ def _weights(model: str | None, policy: str | None, state_dir: StateDir) -> dict
     if (model is None) == (policy is None):
         raise InvalidArgumentError("give either --model or --policy")
     if policy is None:
-        return {"model": model}
-    found = _published(policy, state_dir)
+        return {"model": absolute_model(model or "")}
+    found = find_policy(policy, state_dir)
     reference = {"line": found.line, "version": found.version}
     return {"policy": {**reference, "manifest_url": found.manifest_url, "digest": found.digest}}
-
-
-def _published(name: str, state_dir: StateDir) -> policy_pb2.PolicyRef:
-    """The policy that `RUN` or `RUN@VERSION` names in the policy store."""
-    line, _, version = name.partition("@")
-    if version and not version.isdigit():
-        raise InvalidArgumentError(f"--policy {name}: write RUN or RUN@VERSION, the version a number")
-    store = PolicyStore(_store_url(state_dir), state_dir.cache_folder)
-    newest = store.latest(line)
-    if newest is None or (version and int(version) > newest.version):
-        raise NotFoundError(f"no policy {name} in {store.root_url}: `npr runs` lists the runs")
-    return _older(newest, int(version)) if version else newest
-
-
-def _older(newest: policy_pb2.PolicyRef, version: int) -> policy_pb2.PolicyRef:
-    """A version of the same line: its manifest lies beside the newest one's."""
-    folder, _, _ = newest.manifest_url.rpartition("/")
-    url = f"{folder}/{version:08d}.json"
-    try:
-        with fsspec.open(url, "rb") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()
-    except FileNotFoundError as error:
-        raise NotFoundError(f"no policy {newest.line}@{version}: versions go up to {newest.version}") from error
-    return policy_pb2.PolicyRef(line=newest.line, version=version, manifest_url=url, digest=digest)
-
-
-def _store_url(state_dir: StateDir) -> str:
-    """The environment's policy store, else the local stack's."""
-    settings = Addresses()
-    return settings.policy_store_url if "policy_store_url" in settings.model_fields_set else state_dir.policy_store_url
 
 
 def _source(text: str, limit: int | None, verifier: str | None) -> tuple[str, dict[str, Any]]:

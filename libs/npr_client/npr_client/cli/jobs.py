@@ -13,6 +13,7 @@ from npr.rollout.v1 import rollout_pb2
 from npr.types.v1 import prompt_pb2, trajectory_pb2
 from npr_client.cli.options import JsonOption, StateDirOption, with_client
 from npr_client.cli.output import Output
+from npr_client.cli.policies import ModelOption, PolicyOption, chosen_policy
 from npr_client.cli.runs import follow
 from npr_client.render import words
 from npr_client.render.tables import jobs_table
@@ -24,6 +25,8 @@ def submit(
     *,
     prompt: Annotated[str | None, typer.Option(help="One prompt's text.")] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts as JSON Lines; see docs/submit-jobs.md.")] = None,
+    policy: PolicyOption = None,
+    model: ModelOption = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Samples a prompt.")] = 1,
     gold: Annotated[str, typer.Option(help="The right answer to --prompt.")] = "",
     verifier: Annotated[str, typer.Option(help="How answers are judged.", show_default="math, with a gold")] = "",
@@ -51,7 +54,10 @@ def submit(
     )
 
     async def work(client: NprClient) -> None:
-        submitted = await client.jobs.submit(prompts, decoding, samples_per_prompt=samples, job_id=job_id)
+        chosen = await chosen_policy(client, model, policy, state_dir)
+        submitted = await client.jobs.submit(
+            prompts, decoding, samples_per_prompt=samples, job_id=job_id, policy=chosen
+        )
         out.result({"job_id": submitted}, Text(submitted))
         if watch_it:
             await _watch_job(client, submitted, out)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from npr_client.cli import doctor, evaluate, generate, jobs, runs, show, stack, verify
+from npr_client.cli import doctor, evaluate, generate, jobs, policies, runs, show, stack, verify
 from npr_client.cli.errors import NprGroup
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
 GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Local stack": (stack.up, stack.down, stack.status, doctor.doctor),
     "Runs": (runs.run, runs.runs, runs.stop, runs.audit),
-    "Jobs": (jobs.submit, jobs.watch, jobs.jobs, jobs.cancel, generate.generate),
+    "Jobs": (jobs.submit, jobs.watch, jobs.jobs, jobs.cancel, generate.generate, policies.publish),
     "Reading and judging": (show.show, show.trajectories, verify.verify),
 }
 

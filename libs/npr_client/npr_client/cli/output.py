@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,9 @@ import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
+from rich.text import Text
+
+PIPED_WIDTH = 240
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Output:
     """Results on standard output, as JSON lines or for a person; talk on standard error."""
 
     as_json: bool
-    results: Console = field(default_factory=Console)
+    results: Console = field(default_factory=lambda: Console(width=_results_width()))
     talk: Console = field(default_factory=lambda: Console(stderr=True))
 
     def result(self, data: Any, drawn: RenderableType) -> None:
@@ -25,7 +29,7 @@ class Output:
         if self.as_json:
             self.json_line(data)
         else:
-            self.results.print(drawn)
+            self.results.print(drawn, soft_wrap=isinstance(drawn, Text))
 
     def json_line(self, data: Any) -> None:
         """One line of JSON."""
@@ -38,6 +42,11 @@ class Output:
     def say(self, text: str) -> None:
         """Something for the person who waits."""
         self.talk.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _results_width() -> int | None:
+    """The terminal's own width; ample where a file or another command reads."""
+    return None if sys.stdout.isatty() else PIPED_WIDTH
 
 
 def plain(data: Any) -> Any:

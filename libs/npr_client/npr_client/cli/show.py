@@ -11,6 +11,7 @@ from npr.buffer.v1 import buffer_pb2
 from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, dialect_named, with_client
 from npr_client.cli.output import Output
 from npr_client.render import words
+from npr_client.render.tables import plain_table
 from npr_client.render.tree import trajectory_tree
 from npr_client.render.view import view_trajectory
 from npr_client.sdk import NprClient
@@ -70,9 +71,7 @@ def trajectories(
 
 
 def _table(groups: list[buffer_pb2.GroupSummary]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("trajectory", "outcome", "verdict", "reward", "tokens", "critical", "forked blocks", "branches"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("trajectory", "outcome", "verdict", "reward", "tokens", "critical", "forks", "branches")
     for group in groups:
         for sample in group.samples:
             table.add_row(

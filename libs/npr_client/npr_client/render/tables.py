@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 def stack_table(status: StackStatus) -> RenderableType:
     """What `npr status` prints."""
-    table = _table("service", "health", "address", "pid", "uptime", "restarts")
+    table = plain_table("service", "health", "address", "pid", "uptime", "restarts")
     for component in status.components:
         table.add_row(
             component.name,
@@ -71,7 +71,7 @@ def _trouble(component: ComponentStatus) -> Text:
 
 def jobs_table(jobs: Iterable[rollout_pb2.Job]) -> Table:
     """One line a job."""
-    table = _table("job", "state", "prompts", "trajectories", "verdicts", "outcomes", "submitted")
+    table = plain_table("job", "state", "prompts", "trajectories", "verdicts", "outcomes", "submitted")
     for job in jobs:
         table.add_row(
             job.job_id,
@@ -87,7 +87,7 @@ def jobs_table(jobs: Iterable[rollout_pb2.Job]) -> Table:
 
 def runs_table(runs: Iterable[controller_pb2.Run]) -> Table:
     """One line a run."""
-    table = _table("run", "recipe", "state", "stage", "phase", "step", "updated (UTC)", "error")
+    table = plain_table("run", "recipe", "state", "stage", "phase", "step", "updated (UTC)", "error")
     for run in runs:
         table.add_row(
             run.run_id,
@@ -104,7 +104,9 @@ def runs_table(runs: Iterable[controller_pb2.Run]) -> Table:
 
 def stages_table(stages: Iterable[Mapping[str, Any]]) -> Table:
     """What was measured after each stage, from a report's `stages`."""
-    table = _table("stage", "problems", "accuracy", "format pass", "parallel", "branches", "tokens", "critical", "time")
+    table = plain_table(
+        "stage", "problems", "accuracy", "format pass", "parallel", "branches", "tokens", "critical", "time"
+    )
     for stage in stages:
         table.add_row(
             str(stage["name"]),
@@ -125,10 +127,11 @@ def counts(by_name: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name.lower()}" for name, count in sorted(by_name.items()) if count)
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """A table without lines. Its first column, the name to copy, is never broken."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=index == 0)
     return table
 
 

@@ -12,6 +12,7 @@ from npr_client.sdk.addresses import ServiceAddresses
 from npr_client.sdk.channels import DEFAULT_PATIENCE_SECONDS, Channels
 from npr_client.sdk.decoding import DecodingOptions
 from npr_client.sdk.jobs import Jobs, new_id
+from npr_client.sdk.policies import Policies
 from npr_client.sdk.runs import Runs
 from npr_client.sdk.trajectories import Trajectories
 from npr_client.sdk.verification import Verification
@@ -20,7 +21,7 @@ from npr_common.errors import rpc_errors
 
 
 class NprClient:
-    """All services by one object: `jobs`, `runs`, `trajectories`, `verification`, and `generate`.
+    """All services by one object: `jobs`, `runs`, `policies`, `trajectories`, `verification`, and `generate`.
 
     Channels open when they are first used, so that a client needs only the services that it asks.
     """
@@ -29,6 +30,7 @@ class NprClient:
         self._channels = Channels(addresses, patience_seconds)
         self.jobs = Jobs(self._channels)
         self.runs = Runs(self._channels)
+        self.policies = Policies(self._channels)
         self.trajectories = Trajectories(self._channels)
         self.verification = Verification(self._channels)
 

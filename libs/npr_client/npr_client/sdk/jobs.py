@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from npr.reward.v1 import reward_pb2
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr.types.v1 import prompt_pb2
+from npr.types.v1 import policy_pb2, prompt_pb2
 from npr_client.sdk.channels import Channels
 from npr_client.sdk.decoding import DecodingOptions
 
@@ -37,8 +37,9 @@ class Jobs:
         samples_per_prompt: int = 1,
         job_id: str | None = None,
         priority: int = 0,
+        policy: policy_pb2.PolicyRef | None = None,
     ) -> str:
-        """Queues a job and returns its id. A repeat with the same `job_id` changes nothing."""
+        """Queues a job for `policy`, or for whichever is served, and returns its id. Idempotent by `job_id`."""
         request = rollout_pb2.SubmitJobRequest(
             request_id=job_id or new_id("job"),
             prompts=prompts,
@@ -46,6 +47,7 @@ class Jobs:
             decoding=decoding.to_proto(),
             reward_rule=reward_pb2.REWARD_RULE_ACCURACY,
             priority=priority,
+            policy=policy,
         )
         answer = await self._channels.call(SERVICE, lambda: self._stub.SubmitJob(request))
         return answer.job_id

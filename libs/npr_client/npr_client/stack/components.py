@@ -141,7 +141,7 @@ class ControllerComponent(ServiceComponent):
     """Runs."""
 
     name = "controller"
-    needs = ("valkey", "buffer", "rollout", "learner")
+    needs = ("valkey", "buffer", "learner")
 
 
 COMPONENTS: Mapping[str, Component] = {
