@@ -1,133 +1,222 @@
-"""Small Qwen3 models, a word-level tokenizer with tag tokens, and random trajectories."""
+"""A world of small trajectories, and a real buffer process on a real Valkey, shared by all tests."""
 
-from dataclasses import dataclass
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
-from npr_common.dialects import load_dialect
-from npr_common.tags import Role, TagIds
-from npr_common.tokenizers import add_tag_tokens
+from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+from npr.learner.v1 import learner_pb2, learner_pb2_grpc
+from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
+from npr_common.config import Addresses
+from npr_common.errors import rpc_errors
+from npr_common.rpc import connect
+from npr_common.testing.servers import running_server
+from npr_common.testing.valkey import valkey_server
+from npr_learner.service import LearnerService
+from npr_learner.settings import LearnerSettings
+from npr_learner.testing import WORDS, World, make_world, qwen3, word_tokenizer
 
-WORDS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>", *"0123456789", "\n", " ", "\\boxed", "</", "<")
-WORDS += (*">{}:=+", "guideline", "plan", "step", "takeaway", "alpha", "beta", "gamma")
-DIALECT = load_dialect("npr")
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<|unk|>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed|</|\d|[a-zA-Z]+|[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(list(WORDS[:5]))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<|pad|>",
-        unk_token="<|unk|>",
-        eos_token="<|end|>",
-        chat_template="{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def qwen3(vocabulary_size: int, seed: int = 0, *, tied: bool = True, layers: int = 2) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocabulary_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=4,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
-
-
-@dataclass
-class World:
-    """A tokenizer with tags, and trajectories drawn from it."""
-
-    tokenizer: PreTrainedTokenizerFast
-    tags: TagIds
-    policy: policy_pb2.PolicyRef
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def parallel(
-        self, generator: np.random.Generator, group: str, index: int, branches: int = 0
-    ) -> trajectory_pb2.Trajectory:
-        """A well-formed trajectory of one block with forced headers and cue, and made-up behaviour log-probs."""
-        branches = branches or int(generator.integers(1, 4))
-        pieces: list[tuple[str, bool]] = [("<guideline>", False)]
-        pieces += [(f"<plan>{i}: alpha{generator.integers(10)}</plan>", False) for i in range(1, branches + 1)]
-        pieces += [("</guideline>", False)]
-        for i in range(1, branches + 1):
-            body = " ".join(generator.choice(["alpha", "beta", "gamma", "7"], int(generator.integers(1, 8))))
-            pieces += [(f"\n<step>{i}:", True), (f" {body}</step>", False)]
-        pieces += [("\n<takeaway>", True), (f"gamma={generator.integers(10)}</takeaway>", False)]
-        pieces += [(f"\n\\boxed{{{generator.integers(10)}}}<|end|>", False)]
-        return self.trajectory(generator, group, index, pieces, visibility=sampling_pb2.VISIBILITY_PARALLEL)
-
-    def sequential(self, generator: np.random.Generator, group: str, index: int) -> trajectory_pb2.Trajectory:
-        words = " ".join(generator.choice(["alpha", "beta", "gamma", "7"], int(generator.integers(1, 12))))
-        pieces = [(f"{words} \\boxed{{3}}<|end|>", False)]
-        return self.trajectory(generator, group, index, pieces, visibility=sampling_pb2.VISIBILITY_SEQUENTIAL)
-
-    def trajectory(
-        self,
-        generator: np.random.Generator,
-        group: str,
-        index: int,
-        pieces: list[tuple[str, bool]],
-        *,
-        visibility: "sampling_pb2.Visibility.ValueType",
-        prompt: str = "<|user|>alpha+beta<|assistant|>",
-    ) -> trajectory_pb2.Trajectory:
-        prompt_ids = self.encode(prompt)
-        ids: list[int] = []
-        forced: list[bool] = []
-        for text, is_forced in pieces:
-            piece = self.encode(text)
-            ids += piece
-            forced += [is_forced] * len(piece)
-        log_probs = [0.0 if is_forced else -float(generator.uniform(0.1, 3)) for is_forced in forced]
-        return trajectory_pb2.Trajectory(
-            trajectory_id=f"{group}/{index}",
-            group_id=group,
-            sample_index=index,
-            token_ids=prompt_ids + ids,
-            prompt_length=len(prompt_ids),
-            behavior_log_probs=log_probs,
-            forced=forced,
-            policy=self.policy,
-            visibility=visibility,
-            outcome=trajectory_pb2.OUTCOME_COMPLETED,
-            response_text="".join(text for text, _ in pieces).removesuffix("<|end|>"),
-        )
+START_SECONDS = 60.0
 
 
 @pytest.fixture
 def world() -> World:
-    tokenizer = add_tag_tokens(word_tokenizer(), DIALECT)
-    tags = TagIds.from_tokenizer(tokenizer, DIALECT)
-    assert tags is not None
-    assert tags.open(Role.STEP) >= len(WORDS)
-    return World(tokenizer, tags, policy_pb2.PolicyRef(line="run", version=3, digest="d"))
+    return make_world()
+
+
+def wait_until_serving(address_file: Path, process: "subprocess.Popen[bytes]") -> str:
+    """The address of a service process, once it is healthy."""
+    deadline = time.monotonic() + START_SECONDS
+    while not address_file.exists() or not is_serving(address_file.read_text()):
+        assert process.poll() is None, f"the process ended with {process.returncode}"
+        assert time.monotonic() < deadline, "the process is not healthy"
+        time.sleep(0.02)
+    return address_file.read_text()
+
+
+def is_serving(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=START_SECONDS, wait_for_ready=True
+        )
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@contextmanager
+def service_process(
+    module: str, folder: Path, environment: dict[str, str]
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """`python -m module` on loopback; yields its address and the process, which is killed at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    address_file = folder / f"{uuid.uuid4().hex}.address"
+    settings = {"NPR_LISTEN": "127.0.0.1:0", "NPR_ADDRESS_FILE": str(address_file), "OMP_NUM_THREADS": "1"}
+    with (folder / "process.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module], env={**os.environ, **settings, **environment}, stdout=log, stderr=log
+        )
+        try:
+            yield wait_until_serving(address_file, process), process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="session")
+def buffer_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("buffer")
+    with (
+        valkey_server(folder / "valkey") as valkey,
+        service_process("npr_buffer", folder, {"NPR_BUFFER_REDIS_URL": valkey.url}) as (address, _),
+    ):
+        yield address
+
+
+@dataclass
+class Rig:
+    """A model on disk, a policy store, the buffer, and a learner's RPCs as a controller uses them."""
+
+    folder: Path
+    buffer_address: str
+    run_id: str = field(default_factory=lambda: f"run-{uuid.uuid4().hex[:8]}")
+    learner: "learner_pb2_grpc.LearnerServiceAsyncStub | None" = None
+    buffer: "buffer_pb2_grpc.BufferServiceAsyncStub | None" = None
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(
+            buffer_address=self.buffer_address,
+            policy_store_url=f"file://{self.folder}/store",
+            cache_dir=self.folder / "cache",
+        )
+
+    def save_model(self) -> str:
+        path = self.folder / "model"
+        if not path.exists():
+            tokenizer = word_tokenizer()
+            tokenizer.save_pretrained(path)
+            qwen3(len(WORDS), seed=7).save_pretrained(path)
+        return str(path)
+
+    @asynccontextmanager
+    async def connected(self, learner_address: str) -> AsyncIterator["Rig"]:
+        async with connect(learner_address) as learner, connect(self.buffer_address) as buffer:
+            self.learner = learner_pb2_grpc.LearnerServiceStub(learner)
+            self.buffer = buffer_pb2_grpc.BufferServiceStub(buffer)
+            yield self
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Rig"]:
+        """A fresh learner in this process, over the same store and buffer."""
+        settings = LearnerSettings(device="cpu", buffer_wait_seconds=5.0)
+        async with running_server(LearnerService(settings, self.addresses)) as address, self.connected(address):
+            yield self
+
+    async def start(self, stage: str, objective: str, **changes: object) -> learner_pb2.StartStageResponse:
+        options = changes.pop("options_json", '{"learning_rate": 1e-3}')
+        parallel = objective != "DAPO"
+        request = learner_pb2.StartStageRequest(
+            run_id=self.run_id,
+            stage=stage,
+            source=changes.pop("source", learner_pb2.ModelSource(model=self.save_model())),
+            objective=learner_pb2.Objective.Value(f"OBJECTIVE_{objective}"),
+            options_json=options,
+            add_tag_tokens=parallel,
+            visibility=sampling_pb2.VISIBILITY_PARALLEL if parallel else sampling_pb2.VISIBILITY_SEQUENTIAL,
+        )
+        request.MergeFrom(learner_pb2.StartStageRequest(**changes))
+        with rpc_errors():
+            return await self.learner.StartStage(request)
+
+    async def experience(
+        self, policy: policy_pb2.PolicyRef, name: str, *, groups: int = 3, samples: int = 4, parallel: bool = True
+    ) -> list[str]:
+        """READY groups of random trajectories, as if this policy had been rolled out."""
+        world, generator = make_world(policy), np.random.default_rng(list(name.encode()))
+        group_ids = [f"{name}-{index}" for index in range(groups)]
+        with rpc_errors():
+            await self.buffer.EnqueueGroups(
+                buffer_pb2.EnqueueGroupsRequest(
+                    request_id=uuid.uuid4().hex, groups=[self.group(group_id, samples) for group_id in group_ids]
+                )
+            )
+            for group_id in group_ids:
+                make = world.parallel if parallel else world.sequential
+                scored = [self.scored(make(generator, group_id, index), index) for index in range(samples)]
+                await self.buffer.AppendTrajectories(
+                    buffer_pb2.AppendTrajectoriesRequest(run_id=self.run_id, trajectories=scored)
+                )
+        return group_ids
+
+    def group(self, group_id: str, samples: int) -> buffer_pb2.Group:
+        sampling = sampling_pb2.Sampling(temperature=1.0, top_p=1.0)
+        return buffer_pb2.Group(
+            group_id=group_id,
+            run_id=self.run_id,
+            channel="train",
+            prompt=prompt_pb2.Prompt(
+                prompt_id=group_id, messages=[prompt_pb2.ChatMessage(role="user", content="alpha+beta")]
+            ),
+            sample_count=samples,
+            decoding=sampling_pb2.DecodingSpec(sampling=sampling, limits=sampling_pb2.Limits(max_tokens=200)),
+        )
+
+    @staticmethod
+    def scored(trajectory: trajectory_pb2.Trajectory, index: int) -> trajectory_pb2.ScoredTrajectory:
+        """Every third one is wrong."""
+        correct = index % 3 != 0
+        verdict = trajectory_pb2.VERDICT_KIND_CORRECT if correct else trajectory_pb2.VERDICT_KIND_INCORRECT
+        score = trajectory_pb2.Score(verdict=verdict, reward=1.0 if correct else -1.0)
+        return trajectory_pb2.ScoredTrajectory(trajectory=trajectory, score=score)
+
+    async def train(self, stage: str, step: int, group_ids: Sequence[str]) -> list[learner_pb2.TrainStepResponse]:
+        request = learner_pb2.TrainStepRequest(run_id=self.run_id, stage=stage, step=step, group_ids=group_ids)
+        with rpc_errors():
+            return [answer async for answer in self.learner.TrainStep(request)]
+
+    async def fine_tune(
+        self, stage: str, group_ids: Sequence[str], samples: int = 4
+    ) -> list[learner_pb2.FineTuneResponse]:
+        request = self.fine_tune_request(stage, group_ids, samples)
+        with rpc_errors():
+            return [answer async for answer in self.learner.FineTune(request)]
+
+    def fine_tune_request(self, stage: str, group_ids: Sequence[str], samples: int = 4) -> learner_pb2.FineTuneRequest:
+        ids = [f"{group_id}/{index}" for group_id in group_ids for index in range(samples)]
+        return learner_pb2.FineTuneRequest(run_id=self.run_id, stage=stage, trajectory_ids=ids, group_ids=group_ids)
+
+    async def stage(self, stage: str) -> learner_pb2.GetStageResponse:
+        with rpc_errors():
+            return await self.learner.GetStage(learner_pb2.GetStageRequest(run_id=self.run_id, stage=stage))
+
+    async def consumed_by(self) -> dict[str, int]:
+        """Groups consumed by each consumer; the run must be sound."""
+        with rpc_errors():
+            audit = await self.buffer.AuditRun(buffer_pb2.AuditRunRequest(run_id=self.run_id))
+        assert list(audit.problems) == []
+        return dict(audit.consumed_by)
 
 
 @pytest.fixture
-def qwen3_of() -> object:
-    return qwen3
+def rig(tmp_path: Path, buffer_address: str) -> Rig:
+    return Rig(tmp_path, buffer_address)
+
+
+@pytest.fixture
+def start_process() -> Callable[..., object]:
+    return service_process
+
+
+@pytest.fixture
+def new_rig(tmp_path_factory: pytest.TempPathFactory, buffer_address: str) -> Callable[[], Rig]:
+    return lambda: Rig(tmp_path_factory.mktemp("rig"), buffer_address)

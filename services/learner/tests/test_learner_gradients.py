@@ -16,6 +16,7 @@ from npr_learner.batch import Row, micro_batches, row_of_trajectory
 from npr_learner.gradient import accumulate_gradient, trained_tokens
 from npr_learner.objectives import ClipRange, dapo_loss, papo_loss, sft_loss
 from npr_learner.options import StageOptions
+from npr_learner.testing import World, qwen3
 
 
 def reference_log_probs(model: Any, row: Row) -> torch.Tensor:
@@ -36,7 +37,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def rows_of(world: Any, *, parallel: bool, count: int = 7) -> list[Row]:
+def rows_of(world: World, *, parallel: bool, count: int = 7) -> list[Row]:
     generator = np.random.default_rng(5)
     make = world.parallel if parallel else world.sequential
     trajectories = [make(generator, "g", index) for index in range(count)]
@@ -78,11 +79,11 @@ OBJECTIVES = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("micro_batch_tokens", [1, 130, 10_000])
 def test_gradient_equals_the_reference_whatever_the_micro_batch(
-    world: Any, qwen3_of: Any, name: str, micro_batch_tokens: int
+    world: World, name: str, micro_batch_tokens: int
 ) -> None:
     formula, objective = OBJECTIVES[name]
     rows = rows_of(world, parallel=name != "dapo")
-    model = qwen3_of(len(world.tokenizer)).double()
+    model = qwen3(len(world.tokenizer)).double()
     normalizer = trained_tokens(rows)
     expected_loss = torch.zeros((), dtype=torch.float64)
     for row in rows:
@@ -110,7 +111,7 @@ def test_gradient_equals_the_reference_whatever_the_micro_batch(
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-4  # the comparison is of something
 
 
-def test_forced_tokens_and_seams_carry_no_loss_and_a_sibling_changes_nothing(world: Any, qwen3_of: Any) -> None:
+def test_forced_tokens_and_seams_carry_no_loss_and_a_sibling_changes_nothing(world: World) -> None:
     generator = np.random.default_rng(1)
     trajectory = world.parallel(generator, "g", 0, branches=3)
     row = row_of_trajectory(trajectory, world.tags, len(world.tokenizer))
@@ -125,7 +126,7 @@ def test_forced_tokens_and_seams_carry_no_loss_and_a_sibling_changes_nothing(wor
     changed[branches[0].start + 4] = world.encode("7")[0] + 1
     assert changed.tolist() != row.token_ids.tolist()
     other = Row(changed, row.topology, row.trained, row.behavior_log_probs)
-    model = qwen3_of(len(world.tokenizer)).double()
+    model = qwen3(len(world.tokenizer)).double()
     before, after = reference_log_probs(model, row), reference_log_probs(model, other)
     in_siblings = np.isin(row.trained, np.arange(branches[1].start, branches[2].end))
     torch.testing.assert_close(before[in_siblings], after[in_siblings], rtol=0, atol=1e-12)
@@ -133,9 +134,9 @@ def test_forced_tokens_and_seams_carry_no_loss_and_a_sibling_changes_nothing(wor
     assert (before[takeaway] - after[takeaway]).abs().max() > 1e-6
 
 
-def test_log_prob_drift_is_the_largest_difference_to_the_engine(world: Any, qwen3_of: Any) -> None:
+def test_log_prob_drift_is_the_largest_difference_to_the_engine(world: World) -> None:
     rows = rows_of(world, parallel=True, count=3)
-    model = qwen3_of(len(world.tokenizer))
+    model = qwen3(len(world.tokenizer))
     truth = [reference_log_probs(model, row).detach().numpy() for row in rows]
     truth[1][2] += 0.25
     exact = [Row(r.token_ids, r.topology, r.trained, t.astype(np.float32)) for r, t in zip(rows, truth, strict=True)]
@@ -145,7 +146,7 @@ def test_log_prob_drift_is_the_largest_difference_to_the_engine(world: Any, qwen
     assert summary.log_prob_drift_max == pytest.approx(0.25, abs=1e-5)
 
 
-def test_micro_batches_hold_every_row_once_within_the_budget(world: Any) -> None:
+def test_micro_batches_hold_every_row_once_within_the_budget(world: World) -> None:
     rows = rows_of(world, parallel=True, count=20)
     for budget in (1, 60, 100, 333, 100_000):
         batches = micro_batches(rows, budget)
@@ -154,9 +155,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget(world: Any) -> None
             assert len(batch) == 1 or len(batch) * max(map(len, batch)) <= budget
 
 
-def test_entropy_of_a_uniform_policy_is_log_of_the_vocabulary(world: Any, qwen3_of: Any) -> None:
+def test_entropy_of_a_uniform_policy_is_log_of_the_vocabulary(world: World) -> None:
     rows = rows_of(world, parallel=True, count=2)
-    model = qwen3_of(len(world.tokenizer))
+    model = qwen3(len(world.tokenizer))
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
     summary = accumulate_gradient(
         model, rows, lambda lp, _: sft_loss(lp, 1.0), StageOptions(learning_rate=1.0), lambda *_: None
