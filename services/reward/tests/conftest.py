@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+
 from npr.reward.v1 import reward_pb2_grpc
 from npr_common.rpc.client import connect
 from npr_common.testing.servers import running_server

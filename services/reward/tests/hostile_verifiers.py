@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Mapping
 
 from npr_reward.verdict import Verdict
@@ -23,9 +21,6 @@ class HostileVerifier(Verifier):
             case ["loop"]:
                 while True:
                     pass
-            case ["deaf"]:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                time.sleep(3600)
             case ["memory"]:
                 hoard = []
                 while True:
@@ -34,15 +29,16 @@ class HostileVerifier(Verifier):
                 raise RuntimeError("a verifier with a bug")
             case ["exit"]:
                 os._exit(3)
-            case ["once", path]:
-                _die_the_first_time(path)
+            case ["loop-once", path] if _is_new(path):
+                while True:
+                    pass
         return Verdict.correct(str(os.getpid()))
 
 
-def _die_the_first_time(path: str) -> None:
-    """Ends the process unless `path` exists, and makes it."""
+def _is_new(path: str) -> bool:
+    """Makes the file at `path`; whether it was not there before."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
-        return
-    os._exit(3)
+        return False
+    return True

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from npr.reward.v1 import reward_pb2
 from npr.types.v1 import trajectory_pb2
 
@@ -19,7 +20,9 @@ CASES = [
 async def test_every_case_gets_its_verdict(stub) -> None:
     request = reward_pb2.ScoreRequest(
         items=[
-            reward_pb2.ScoreItem(response_text=case["response"], gold=case["gold"], verifier=case.get("verifier", "math"))
+            reward_pb2.ScoreItem(
+                response_text=case["response"], gold=case["gold"], verifier=case.get("verifier", "math")
+            )
             for case in CASES
         ]
     )

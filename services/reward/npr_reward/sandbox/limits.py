@@ -32,7 +32,7 @@ class Limits:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _die_with_parent()
+        die_with_parent()
 
     def grant_cpu(self) -> None:
         """Allows one more job's CPU time: a backstop that holds even if the service itself is stopped."""
@@ -41,8 +41,12 @@ class Limits:
         resource.setrlimit(resource.RLIMIT_CPU, (spent_seconds, hard))
 
 
-def _die_with_parent() -> None:
-    """Has the kernel kill this process when its parent (the fork server, which ends with the service) ends."""
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends.
+
+    A worker's parent is the fork server, whose parent is the service: a chain, so that even a worker in an endless loop
+    ends with the service. Pipes alone don't do: a busy worker reads none, and holds one that keeps the fork server.
+    """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -4,7 +4,10 @@ Without it every replacement of a killed process would import for a second and j
 """
 
 from npr_reward.sandbox import child  # noqa: F401
+from npr_reward.sandbox.limits import die_with_parent
 from npr_reward.verifiers import load_verifiers
+
+die_with_parent()
 
 _WARM_UP = (
     ("\\frac{1}{2}", "0.5"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
@@ -60,6 +61,8 @@ class Worker:
         if self.pid is not None:
             return
         self.kill()
+        # Here and not in the thread below: the fork server is to end with this thread, which lasts as long as the loop.
+        forkserver.ensure_running()
         try:
             connection = await asyncio.to_thread(self._spawn)
             ready = await _receive(connection, _START_SECONDS) == READY

@@ -106,7 +106,7 @@ def _exponential(exponent: Estimate) -> Estimate:
 def _factorial(argument: Estimate) -> Estimate:
     if argument is None or not isinstance(argument, mpmath.mpf) or argument < 0:
         return None
-    _refuse(argument * mpmath.log10(argument + 1))
+    _refuse(mpmath.loggamma(argument + 1) / mpmath.ln(10))
     return mpmath.gamma(argument + 1)
 
 
