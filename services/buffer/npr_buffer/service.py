@@ -1,7 +1,6 @@
 """The life of the buffer process: wait for Redis, check that it keeps what it acknowledges, serve, drain."""
 
 import asyncio
-import contextlib
 
 import grpc
 
@@ -17,6 +16,8 @@ from npr_buffer.store.wakeups import Wakeups
 from npr_buffer.watching import Watching
 
 GRPC_NAME: str = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
+
+CANCEL_AGAIN_SECONDS = 0.1
 
 
 async def _unreported(_serving: bool) -> None:
@@ -72,8 +73,12 @@ class BufferService:
         """Lets waiting calls answer, ends watches, gives back what dropped clients held, and closes Redis."""
         self._watching.drain()
         await self._leasing.drain()
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*(_stop(task) for task in self._tasks))
         await self._gateway.close()
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    """Cancels until it is done: redis-py may swallow one cancellation that arrives inside a command."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_AGAIN_SECONDS)

@@ -1,10 +1,12 @@
 """A real Valkey and a real buffer server for every test; a fresh run id keeps tests apart."""
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
+import redis.asyncio
 
 from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from npr.types.v1 import policy_pb2, trajectory_pb2
@@ -99,8 +101,8 @@ class Client:
             return await self.stub.GetQueueStats(buffer_pb2.GetQueueStatsRequest())
 
 
-def client_of(channel: "object") -> Client:
-    return Client(buffer_pb2_grpc.BufferServiceStub(channel))  # type: ignore[arg-type, unused-ignore]
+def client_of(channel: grpc.aio.Channel) -> Client:
+    return Client(buffer_pb2_grpc.BufferServiceStub(channel))
 
 
 @pytest.fixture(scope="session")
@@ -119,8 +121,6 @@ def own_valkey(tmp_path: Path) -> Iterator[ValkeyProcess]:
 @pytest.fixture
 async def client(valkey_process: ValkeyProcess) -> AsyncIterator[Client]:
     """A client of a buffer on an empty store."""
-    import redis.asyncio
-
     async with redis.asyncio.Redis.from_url(valkey_process.url) as store:
         await store.flushall()
     service = BufferService(BufferSettings(redis_url=valkey_process.url, max_open_groups=50))
@@ -129,5 +129,5 @@ async def client(valkey_process: ValkeyProcess) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-def make_client() -> "type[Client]":
-    return Client
+def make_client() -> "Callable[[grpc.aio.Channel], Client]":
+    return client_of

@@ -153,8 +153,8 @@ async def test_a_watch_says_every_change_and_ends_when_nothing_is_left(client):
 
 async def test_a_burst_of_changes_is_few_messages(client):
     await client.enqueue(*(make_group("r", f"g{i}", samples=1) for i in range(40)))
-    stream = client.stub.WatchChannel(buffer_pb2.WatchChannelRequest(run_id="r", channel="train"))
-    assert (await stream.read()).waiting == 40
+    stream = aiter(client.stub.WatchChannel(buffer_pb2.WatchChannelRequest(run_id="r", channel="train")))
+    assert (await anext(stream)).waiting == 40
     started = time.monotonic()
     for i in range(40):
         await client.append("r", make_scored(f"g{i}", 0))
