@@ -188,6 +188,10 @@ def test_progress_keeps_milestones_and_shows_the_newest_numbers() -> None:
     milestone = progress.add(evaluated)
     assert milestone is not None
     assert milestone.endswith("[zero] evaluated  accuracy 0.75")
+    assert progress.add(controller_pb2.RunEvent(run=run, kind="failed")) is None
+    told = RunProgress("tiny-1", tell_steps=True).add(step)
+    assert told is not None
+    assert told.endswith("[zero] step finished 3/13  reward 0.25  entropy 0.5")
 
 
 def test_tables_and_words() -> None:

@@ -14,7 +14,7 @@ from npr_client.cli.options import JsonOption, StateDirOption, with_client
 from npr_client.cli.output import Output
 from npr_client.cli.policies import ModelOption, PolicyOption, absolute_model, find_policy
 from npr_client.cli.recipes import to_yaml
-from npr_client.cli.runs import RunsDirOption, ensure_stack, finish
+from npr_client.cli.runs import RunsDirOption, ensure_stack, finish, going_on
 from npr_client.render.tables import stages_table
 from npr_client.sdk import NprClient
 from npr_client.stack.layout import StateDir
@@ -54,12 +54,14 @@ def evaluate(
         },
     }
 
-    async def work(client: NprClient) -> Path:
-        name = run_id or _fresh_id(model or policy or "")
-        started = await client.runs.evaluate(name, to_yaml(recipe))
-        return await finish(client, started.run_id, runs_dir.absolute(), out)
+    name = run_id or _fresh_id(model or policy or "")
 
-    report = with_client(state_dir, work)
+    async def work(client: NprClient) -> Path:
+        await client.runs.evaluate(name, to_yaml(recipe))
+        return await finish(client, name, runs_dir.absolute(), out)
+
+    with going_on(name, out):
+        report = with_client(state_dir, work)
     if not as_json:
         out.results.print(stages_table(json.loads(report.read_bytes())["stages"]))
 

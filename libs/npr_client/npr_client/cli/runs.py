@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +18,7 @@ from rich.text import Text
 
 from npr.buffer.v1 import buffer_pb2
 from npr.controller.v1 import controller_pb2
+from npr_client.cli.errors import INTERRUPTED
 from npr_client.cli.options import JsonOption, StateDirOption, with_client
 from npr_client.cli.output import Output
 from npr_client.cli.recipes import read_recipe, to_yaml
@@ -53,18 +57,28 @@ def run(
     content = _content(recipe, resume, settings or [])
     ensure_stack(state_dir, out)
 
-    async def work(client: NprClient) -> str:
-        if resume is not None:
-            started = await client.runs.resume(resume)
-        else:
-            started = await client.runs.create(run_id or _fresh_id(recipe), content)
-        if detach:
-            out.result({"run": started}, Text(started.run_id))
-        else:
-            await finish(client, started.run_id, runs_dir.absolute(), out)
-        return started.run_id
+    name = resume or run_id or _fresh_id(recipe)
 
-    with_client(state_dir, work)
+    async def work(client: NprClient) -> None:
+        started = await (client.runs.resume(name) if resume else client.runs.create(name, content))
+        if detach:
+            out.result({"run": started}, Text(name))
+        else:
+            since = started.updated_at.ToDatetime() if resume else None
+            await finish(client, name, runs_dir.absolute(), out, since)
+
+    with going_on(name, out):
+        with_client(state_dir, work)
+
+
+@contextmanager
+def going_on(run_id: str, out: Output) -> Iterator[None]:
+    """Tells who leaves with Ctrl-C that the run doesn't leave with them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        out.say(f"{run_id} goes on: `npr watch {run_id}` follows it, `npr stop {run_id}` pauses it")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _content(recipe: Path | None, resume: str | None, settings: list[str]) -> str:
@@ -88,32 +102,34 @@ def _fresh_id(recipe: Path | None) -> str:
     return f"{stem[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-async def finish(client: NprClient, run_id: str, runs_dir: Path, out: Output) -> Path:
-    """Follows a run to its end and writes its report; with `--json` the last line is the path of report.json.
+async def finish(client: NprClient, run_id: str, runs_dir: Path, out: Output, since: datetime | None = None) -> Path:
+    """Follows a run to its end and writes its report; the last line on standard output is the path of report.json.
 
     Raises:
         typer.Exit: the run failed or was stopped; the report so far is written all the same.
     """
-    ended = await follow(client, run_id, out)
+    ended = await follow(client, run_id, out, since)
     path = await write_report(client, run_id, runs_dir)
     out.say(f"report: {path.with_name('report.html')}")
     if ended.state == controller_pb2.RUN_STATE_COMPLETED:
         out.line(str(path))
         return path
-    out.say(f"{outcome_line(ended)}; go on with `npr run --resume {run_id}`")
+    out.say(f"error: {outcome_line(ended)}; go on with `npr run --resume {run_id}`")
     raise typer.Exit(RUN_STOPPED if ended.state == controller_pb2.RUN_STATE_STOPPED else RUN_FAILED)
 
 
-async def follow(client: NprClient, run_id: str, out: Output) -> controller_pb2.Run:
-    """Shows a run's events until it ends or pauses; returns how it stands then."""
-    progress = RunProgress(run_id)
+async def follow(client: NprClient, run_id: str, out: Output, since: datetime | None = None) -> controller_pb2.Run:
+    """Shows a run's events, those since a moment or all, until it ends or pauses; returns how it stands then."""
+    progress = RunProgress(run_id, tell_steps=not out.talk.is_terminal)
     with Live(console=out.talk, transient=True, refresh_per_second=4) as live:
         async for event in client.runs.watch(run_id):
             milestone = progress.add(event)
+            if since is not None and event.at.ToDatetime() < since:
+                continue
             if out.as_json:
                 out.json_line(event)
             if milestone:
-                live.console.print(milestone, markup=False, highlight=False)
+                out.say(milestone)
             live.update(progress.render())
     return await client.runs.get(run_id)
 

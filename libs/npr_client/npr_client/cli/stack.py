@@ -13,7 +13,7 @@ from npr_client.cli.options import JsonOption, StateDirOption
 from npr_client.cli.output import Output
 from npr_client.render.tables import stack_table
 from npr_client.stack.layout import StateDir
-from npr_client.stack.state import Phase, StackState
+from npr_client.stack.state import Phase, StackState, load_state
 
 NOT_HEALTHY = 1
 
@@ -35,6 +35,9 @@ def bring_up(place: StateDir, out: Output, only: str | None = None) -> None:
     """`stack.up`, telling what happens on standard error."""
     names = [name.strip() for name in only.split(",")] if only else None
     told: dict[str, Phase] = {}
+    before = load_state(place.state_file)
+    if before is not None and before.supervisor_alive:
+        told.update({name: component.phase for name, component in before.components.items()})
 
     def tell(state: StackState) -> None:
         for name, component in state.components.items():

@@ -16,22 +16,30 @@ from npr_client.render import words
 HEADLINE_METRICS = {
     "reward_mean": "reward",
     "accuracy": "accuracy",
+    "format_pass_rate": "format",
     "malformed_rate": "malformed",
+    "parallel_rate": "parallel",
     "kept_fraction": "kept",
+    "loss": "loss",
     "entropy": "entropy",
-    "tokens": "tokens",
+    "total_tokens": "tokens",
+    "critical_path_tokens": "critical path",
+    "seconds": "seconds",
 }
+# Too frequent, or told by the command's last line.
+PASSING_KINDS = frozenset({"rollout_progress", "train_progress", "sampled", "resampled", "step_finished", "failed"})
 
 
 class RunProgress:
     """Takes a run's events in order; `render` draws the present."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, *, tell_steps: bool = False) -> None:
+        """`tell_steps` makes every finished step a milestone, for a log that shows no live display."""
         self._run_id = run_id
+        self._passing = PASSING_KINDS - {"step_finished"} if tell_steps else PASSING_KINDS
         self._run = controller_pb2.Run(run_id=run_id)
         self._metrics: dict[str, float] = {}
         self._message = ""
-        self.milestones: list[str] = []
 
     def add(self, event: controller_pb2.RunEvent) -> str | None:
         """Takes an event; returns the line that is worth keeping, if it is a milestone."""
@@ -40,9 +48,7 @@ class RunProgress:
         self._run = event.run
         self._metrics.update(event.metrics)
         self._message = event.message
-        if event.kind in {"rollout_progress", "step_finished"}:
-            return None
-        return milestone(event)
+        return None if event.kind in self._passing else milestone(event)
 
     def render(self) -> RenderableType:
         """Two lines: a bar with the place in the run, and the newest numbers."""
@@ -67,10 +73,11 @@ def headline(metrics: Mapping[str, float]) -> str:
 
 def milestone(event: controller_pb2.RunEvent) -> str:
     """One line about an event."""
-    text = event.message or event.kind.replace("_", " ")
-    numbers = headline(event.metrics)
-    stage = f"[{event.run.stage}] " if event.run.stage else ""
-    return f"{event.at.ToDatetime():%H:%M:%S} {stage}{text}{'  ' + numbers if numbers else ''}"
+    run = event.run
+    stage = f"[{run.stage}] " if run.stage else ""
+    step = f" {run.step}/{run.steps}" if event.kind == "step_finished" else ""
+    text = event.message or f"{event.kind.replace('_', ' ')}{step}  {headline(event.metrics)}"
+    return f"{event.at.ToDatetime():%H:%M:%S} {stage}{text}".rstrip()
 
 
 def outcome_line(run: controller_pb2.Run) -> str:

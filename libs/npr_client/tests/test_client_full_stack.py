@@ -1,0 +1,169 @@
+"""The command against all five services and the bundled model: what a user does in the first ten minutes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROBLEM = "max of a=4*7+8, b=3*2+8"
+RECIPE = """
+name: two-steps
+model: bundled:tiny
+data:
+  train: {kind: multipart, split: train, count: 100}
+  test: {multipart: {kind: multipart, split: test, count: 16}}
+decoding: {max_tokens: 200}
+stages:
+- {kind: zero, steps: 2, prompts_per_step: 4, samples_per_prompt: 8, learning: {learning_rate: 1.0e-4}}
+"""
+
+
+class Npr:
+    """`npr` in one folder and with one stack."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        named = {name: value for name, value in os.environ.items() if not name.startswith("NPR_")}
+        self.environment = {**named, "NPR_STATE_DIR": str(folder / "npr")}
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            (sys.executable, "-m", "npr_client.cli.main", *arguments),
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *arguments: str, code: int = 0) -> tuple[str, str]:
+        """Standard output and error of a call that must end with this code."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == code, err
+        return out, err
+
+
+@pytest.fixture(scope="module")
+def npr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Npr]:
+    command = Npr(tmp_path_factory.mktemp("stack"))
+    command("up")
+    yield command
+    command("down")
+
+
+def lines(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_job_names_its_model_and_its_trajectories_can_be_shown(npr: Npr) -> None:
+    _, err = npr("submit", "--prompt", PROBLEM, code=2)
+    assert "no policy is being served" in err
+
+    out, _ = npr(
+        *("submit", "--model", "bundled:tiny", "--prompt", PROBLEM, "--gold", "36"),
+        *("--samples", "3", "--max-tokens", "150", "--job-id", "first", "--watch", "--json"),
+    )
+    told = lines(out)
+    assert told[0] == {"job_id": "first"}
+    job = told[-1]["job"]
+    assert isinstance(job, dict)
+    assert job["state"] == "JOB_STATE_COMPLETED"
+    assert job["trajectories"] == 3
+    assert sum(job["verdicts"].values()) == 3
+    names = [line["trajectory"]["trajectory"]["trajectory_id"] for line in told[1:-1]]  # type: ignore[index]
+    assert len(set(names)) == 3
+
+    shown, _ = npr("show", names[0])
+    assert PROBLEM.split(",", maxsplit=1)[0] in shown
+    assert "critical path" in shown
+    assert len(lines(npr("trajectories", "jobs", "--json")[0])) == 1
+    assert "first" in npr("jobs")[0]
+    assert json.loads(npr("status", "--json")[0])["policy"]["line"].startswith("model-tiny-")
+
+    repeated, _ = npr("submit", "--prompt", PROBLEM, "--gold", "36", "--job-id", "first", "--json", code=0)
+    assert lines(repeated) == [{"job_id": "first"}]
+
+
+def test_generation_streams_tokens_and_ends_with_the_trajectory(npr: Npr) -> None:
+    npr("submit", "--model", "bundled:tiny", "--prompt", PROBLEM, "--max-tokens", "5", "--watch")
+    events = lines(npr("generate", PROBLEM, "--temperature", "0", "--max-tokens", "150", "--json")[0])
+
+    trajectory = events[-1]["trajectory"]
+    assert isinstance(trajectory, dict)
+    texts = [event["tokens"]["text"] for event in events[:-1]]  # type: ignore[index]
+    assert trajectory["response_text"] in "".join(texts)
+    streamed = [token for event in events[:-1] for token in event["tokens"]["token_ids"]]  # type: ignore[index]
+    assert streamed == trajectory["token_ids"][trajectory["prompt_length"] :]
+
+
+def test_a_run_writes_its_report_and_prints_its_path_last(npr: Npr) -> None:
+    (npr.folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    out, err = npr("run", "recipe.yaml", "--run-id", "r1", "--set", "stages.zero.steps=1", "--json")
+
+    path = Path(out.splitlines()[-1])
+    report = json.loads(path.read_bytes())
+    assert [stage["name"] for stage in report["stages"]] == ["seed", "zero"]
+    assert path.with_name("report.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
+    events = lines("\n".join(out.splitlines()[:-1]))
+    assert [event["sequence"] for event in events] == [str(number + 1) for number in range(len(events))]
+    assert "step finished 1/1" in err
+    assert "sound" in npr("audit", "r1")[0]
+
+    _, err = npr("run", "recipe.yaml", "--set", "stages.zero.stepz=1", code=2)
+    assert "stepz: unknown key" in err
+
+
+def test_interrupting_leaves_a_run_going_and_stop_and_resume_work(npr: Npr) -> None:
+    (npr.folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    following = npr.start("run", "recipe.yaml", "--run-id", "r2", "--set", "stages.zero.steps=40")
+    assert following.stderr is not None
+    while "zero starts" not in following.stderr.readline():
+        assert following.poll() is None
+    following.send_signal(signal.SIGINT)
+    _, err = following.communicate(timeout=30)
+    assert following.returncode == 130
+    assert "r2 goes on" in err
+
+    assert '"RUN_STATE_STOPPED"' in npr("stop", "r2", "--json")[0]
+    _, err = npr("run", "--run-id", "r2", "recipe.yaml", "--set", "stages.zero.steps=40", code=3)
+    assert "r2: stopped; go on with `npr run --resume r2`" in err
+    assert "RUN_STATE_RUNNING" in npr("run", "--resume", "r2", "--detach", "--json")[0]
+    npr("stop", "r2")
+
+
+def test_evaluations_take_models_and_published_policies(npr: Npr) -> None:
+    common = ("--data", "held-out=multipart", "--limit", "12", "--samples", "2", "--json")
+    out, _ = npr("eval", "--model", "bundled:tiny", "--sequential", "--run-id", "e1", *common)
+    stage = json.loads(Path(out.splitlines()[-1]).read_bytes())["stages"][0]
+    assert (stage["prompts"], stage["samples_per_problem"]) == (12, 2)
+    assert list(stage["benchmarks"]) == ["held-out"]
+
+    npr("eval", "--policy", "e1@0", "--run-id", "e2", *common)
+    _, err = npr("eval", "--policy", "e1@7", *common, code=2)
+    assert "no policy e1@7" in err
+    _, err = npr("eval", "--model", "/nowhere", *common, code=2)
+    assert "/nowhere is not there" in err
+
+
+def test_verdicts_of_a_running_and_of_a_private_service_agree(npr: Npr) -> None:
+    pairs = [("1/2", "\\boxed{0.5}", "correct"), ("7", "\\boxed{8}", "incorrect"), ("3", "\\boxed{3}", "incorrect")]
+    records = [{"gold": gold, "response": response, "verdict": verdict} for gold, response, verdict in pairs]
+    file = npr.folder / "answers.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+
+    running, _ = npr("verify", str(file), "--json", code=1)
+    private, _ = npr("verify", str(file), "--json", "--state-dir", str(npr.folder / "elsewhere"), code=1)
+    for told in (lines(running), lines(private)):
+        assert [line["agrees"] for line in told[:-1]] == [True, True, False]
+        assert all(line["reason"] for line in told[:-1])
+        summary = told[-1]["summary"]
+        assert isinstance(summary, dict)
+        assert (summary["compared"], summary["agree"], summary["disagree"]) == (3, 2, 1)
