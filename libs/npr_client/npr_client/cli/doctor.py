@@ -84,7 +84,7 @@ def _python() -> Check:
 def _packages() -> Check:
     missing = [name for name in SERVICES if importlib.util.find_spec(f"npr_{name}") is None]
     if missing:
-        return Check("services", Level.FAILURE, f"not installed: {', '.join(missing)}; run `make install`")
+        return Check("services", Level.FAILURE, f"not installed: {', '.join(missing)}; run `make setup`")
     return Check("services", Level.OK, ", ".join(SERVICES))
 
 
@@ -92,7 +92,7 @@ def _torch() -> Check:
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        return Check("torch", Level.FAILURE, "not installed; rollout and learner need it: run `make install`")
+        return Check("torch", Level.FAILURE, "not installed; rollout and learner need it: run `make setup`")
     if "+cpu" in version:
         return Check("torch", Level.OK, f"{version}: no GPU is used")
     return Check("torch", Level.OK, version)

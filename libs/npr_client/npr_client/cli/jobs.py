@@ -19,12 +19,13 @@ from npr_client.render import words
 from npr_client.render.tables import jobs_table
 from npr_client.sdk import DecodingOptions, NprClient, prompts_from_jsonl, text_prompt
 from npr_common.errors import InvalidArgumentError, NotFoundError
+from npr_common.references import resolve_reference
 
 
 def submit(
     *,
     prompt: Annotated[str | None, typer.Option(help="One prompt's text.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Prompts as JSON Lines; see docs/submit-jobs.md.")] = None,
+    file: Annotated[str | None, typer.Option(help="Prompts as JSON Lines, a path or `package:MODULE/PATH`.")] = None,
     policy: PolicyOption = None,
     model: ModelOption = None,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Samples a prompt.")] = 1,
@@ -65,13 +66,13 @@ def submit(
     with_client(state_dir, work)
 
 
-def _prompts(text: str | None, file: Path | None, gold: str, verifier: str) -> list[prompt_pb2.Prompt]:
+def _prompts(text: str | None, file: str | None, gold: str, verifier: str) -> list[prompt_pb2.Prompt]:
     if (text is None) == (file is None):
         raise InvalidArgumentError("give either --prompt TEXT or --file FILE.jsonl")
     if file is not None:
         if gold:
             raise InvalidArgumentError("--gold belongs to --prompt; in a file, write a `gold` beside each prompt")
-        return prompts_from_jsonl(file, verifier=verifier)
+        return prompts_from_jsonl(Path(resolve_reference(file)), verifier=verifier)
     return [text_prompt(text or "", gold=gold, verifier=verifier)]
 
 
