@@ -49,9 +49,9 @@ def job(answer: str) -> Job:
 
 async def until(condition: Callable[[], bool], whom: str) -> None:
     """Waits for a condition that has no event to wait for."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, f"waited 20 s for {whom}"
+        assert time.monotonic() < deadline, f"waited 60 s for {whom}"
         await asyncio.sleep(0.01)
 
 
@@ -204,10 +204,10 @@ async def test_sigterm_ends_the_service_and_its_sandbox(tmp_path: Path) -> None:
     async with service_process(tmp_path) as (process, _):
         family = descendants(process.pid)
         process.terminate()
-        assert await asyncio.to_thread(process.wait, 20) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
         await until(lambda: not any(map(lives, family)), "the sandbox to end")
 
 
 def test_cpu_time_is_limited_even_without_the_service() -> None:
     code = "from npr_reward.sandbox import Limits; one = Limits(0.1, 400); one.confine(); one.grant_cpu()\nwhile 1: 0"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == -signal.SIGXCPU
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == -signal.SIGXCPU
