@@ -32,6 +32,7 @@ class Row:
         trained: int64 [N], indices of the tokens that carry loss, increasing.
         behavior_log_probs: float32 [N], what the engine drew each of them with; zeros where there was no engine.
         advantage: of every trained token; fine-tuning doesn't look at it.
+        temperature: at which the engine drew the tokens; the policy that is trained is the one at this temperature.
     """
 
     token_ids: IntArray
@@ -39,6 +40,7 @@ class Row:
     trained: IntArray
     behavior_log_probs: npt.NDArray[np.float32]
     advantage: float = 1.0
+    temperature: float = 1.0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -109,6 +111,7 @@ class Batch:
         targets_N: int64, the trained tokens.
         behavior_log_probs_N: float32.
         advantages_N: float64.
+        temperatures_N: float32.
     """
 
     token_ids_BS: torch.Tensor
@@ -118,6 +121,7 @@ class Batch:
     targets_N: torch.Tensor
     behavior_log_probs_N: torch.Tensor
     advantages_N: torch.Tensor
+    temperatures_N: torch.Tensor
 
 
 def collate(rows: Sequence[Row], device: torch.device) -> Batch:
@@ -134,7 +138,8 @@ def collate(rows: Sequence[Row], device: torch.device) -> Batch:
         sources_N=torch.from_numpy(np.concatenate(sources)).to(device),
         targets_N=torch.from_numpy(np.concatenate([row.token_ids[row.trained] for row in rows])).to(device),
         behavior_log_probs_N=torch.from_numpy(np.concatenate([row.behavior_log_probs for row in rows])).to(device),
-        advantages_N=torch.from_numpy(np.repeat([row.advantage for row in rows], counts_B)).to(device),
+        advantages_N=_repeated([row.advantage for row in rows], counts_B, np.float64).to(device),
+        temperatures_N=_repeated([row.temperature for row in rows], counts_B, np.float32).to(device),
     )
 
 
@@ -159,6 +164,10 @@ def _pad(arrays: Sequence[IntArray], width: int) -> IntArray:
     for index, array in enumerate(arrays):
         padded[index, : len(array)] = array
     return padded
+
+
+def _repeated(values_B: Sequence[float], counts_B: Sequence[int], dtype: npt.DTypeLike) -> torch.Tensor:
+    return torch.from_numpy(np.repeat(np.asarray(values_B, dtype), counts_B))
 
 
 def _positions(rows: Sequence[Row], width: int) -> torch.Tensor:

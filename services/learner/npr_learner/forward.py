@@ -42,7 +42,7 @@ def check_supported(model: Any) -> None:
 
 
 def token_log_probs(model: Any, batch: Batch, precision: Precision) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each trained token and entropy of the distribution it came from, at temperature 1.
+    """Log-probability of each trained token and entropy of the distribution it came from, at its row's temperature.
 
     Returns:
         `log_probs_N` with gradient, `entropy_N` without; float32, or float64 for a float64 model.
@@ -54,7 +54,8 @@ def token_log_probs(model: Any, batch: Batch, precision: Precision) -> tuple[tor
             position_ids=batch.positions_BS,
             use_cache=False,
         )
-    hidden_NH = output.last_hidden_state.flatten(0, 1)[batch.sources_N]
+    # The head is linear: dividing what goes into it by the temperature divides the logits.
+    hidden_NH = output.last_hidden_state.flatten(0, 1)[batch.sources_N] / batch.temperatures_N[:, None]
     if precision is Precision.BFLOAT16:
         hidden_NH = hidden_NH.to(torch.bfloat16)
     return chosen_log_probs(hidden_NH, model.get_output_embeddings().weight, batch.targets_N)

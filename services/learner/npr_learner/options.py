@@ -29,7 +29,7 @@ class Malformed(StrEnum):
 
 
 class Precision(StrEnum):
-    """In what the forward and backward passes run, and policies are published. Master weights are float32."""
+    """A number format. Master weights and optimiser are float32 in any case."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -58,7 +58,8 @@ class StageOptions(BaseModel):
     optimizer_epsilon: float = Field(default=1e-8, gt=0)
 
     micro_batch_tokens: int = Field(default=16_384, ge=1, description="most tokens of one pass, padding included")
-    dtype: Precision = Precision.FLOAT32
+    dtype: Precision = Field(default=Precision.FLOAT32, description="of the forward and backward passes")
+    publish_dtype: Precision | None = Field(default=None, description="of published policies; unset: that of `dtype`")
     gradient_checkpointing: bool = False
     seed: int = Field(default=0, ge=0, description="orders fine-tuning's batches and DAPO's mini-batches")
 
@@ -77,6 +78,11 @@ class StageOptions(BaseModel):
     checkpoint_every_steps: int = Field(
         default=100, ge=1, description="optimiser steps between checkpoints of fine-tuning"
     )
+
+    @property
+    def published_precision(self) -> Precision:
+        """The number format of published policies."""
+        return self.publish_dtype or self.dtype
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:

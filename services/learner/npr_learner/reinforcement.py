@@ -1,14 +1,15 @@
 """One reinforcement-learning step: from scored groups to rows with advantages, and from rows to an update.
 
 Invariants:
-- A step trains on one policy's trajectories, decoded under the stage's own visibility and undistorted sampling.
+- A step trains on one policy's trajectories, decoded under the stage's own visibility, from its whole distribution
+  at a temperature; what is trained is the policy at that temperature.
 - Statistics are taken once, over the whole batch, before it is cut into mini- or micro-batches.
 - PAPO takes exactly one optimiser step; DAPO takes one a mini-batch, whole groups together.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -59,8 +60,8 @@ class Selection:
         }
 
 
-def require_plain_sampling(group: buffer_pb2.Group, objective: "learner_pb2.Objective.ValueType") -> None:
-    """Refuse groups whose sampling is not the policy's own distribution.
+def require_whole_distribution(group: buffer_pb2.Group, objective: "learner_pb2.Objective.ValueType") -> None:
+    """Refuse groups that were not drawn from a whole softmax: the policy that drew them has no gradient of its own.
 
     PAPO uses no behaviour log-probabilities and so bears the engine's mild repetition penalty (SPEC section 3).
 
@@ -69,10 +70,10 @@ def require_plain_sampling(group: buffer_pb2.Group, objective: "learner_pb2.Obje
     """
     sampling = group.decoding.sampling
     penalised = sampling.repetition_penalty not in (0.0, 1.0) and objective != learner_pb2.OBJECTIVE_PAPO
-    if sampling.temperature != 1.0 or sampling.top_p not in (0.0, 1.0) or sampling.top_k or penalised:
+    if sampling.temperature <= 0 or sampling.top_p not in (0.0, 1.0) or sampling.top_k or penalised:
         raise FailedPreconditionError(
-            f"group {group.group_id} was not sampled from the policy itself: "
-            "train on temperature 1, top_p 1, top_k 0 and no repetition penalty",
+            f"group {group.group_id} was not drawn from the policy's whole distribution: train on groups with "
+            "temperature above 0, top_p 1, top_k 0 and no repetition penalty",
             reason="DISTORTED_SAMPLING",
         )
 
@@ -168,7 +169,7 @@ class ReinforcementStep:
 
     def _select(self, groups: Sequence[buffer_pb2.ReadGroupsResponse]) -> Selection:
         for item in groups:
-            require_plain_sampling(item.group, self.objective)
+            require_whole_distribution(item.group, self.objective)
         if not self._is_papo:
             return select_for_dapo(groups, self.options)
         parallel = self.visibility == sampling_pb2.VISIBILITY_PARALLEL
@@ -194,9 +195,13 @@ class ReinforcementStep:
         normalise = papo_advantages if self._is_papo else dapo_advantages
         advantages = normalise(rewards, names, self.options.advantage_epsilon)
         return [
-            row_of_trajectory(item.scored.trajectory, self.policy.tags, self.policy.vocabulary_size, float(advantage))
-            for item, advantage in zip(selection.kept, advantages, strict=True)
+            self._row(response, float(advantage))
+            for response, advantage in zip(selection.kept, advantages, strict=True)
         ]
+
+    def _row(self, response: Response, advantage: float) -> Row:
+        row = row_of_trajectory(response.scored.trajectory, self.policy.tags, self.policy.vocabulary_size, advantage)
+        return replace(row, temperature=response.group.decoding.sampling.temperature)
 
     def _mini_batches(self, rows: Sequence[Row], selection: Selection) -> Iterator[list[Row]]:
         """Whole groups, dealt out in an order that the seed and the step fix."""

@@ -3,6 +3,7 @@
 Invariant: whatever the source, the result is a float32 model with SDPA attention and its own tokenizer.
 """
 
+import copy
 import hashlib
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from npr_common.policy_store import PolicyStore
 from npr_common.references import resolve_reference
 from npr_common.tokenizers import TokenizerError, load_tokenizer
 from npr_learner.forward import check_supported
+from npr_learner.policy import empty_model
 
 BUNDLED_PREFIX = "bundled:"
 _BUNDLED_PACKAGE = "npr_learner.seed"
@@ -69,7 +71,17 @@ def load_model(path: Path, device: torch.device) -> Loaded:
             reason="MODEL_NOT_LOADED",
         ) from error
     check_supported(model)
-    return Loaded(model.to(device), tokenizer)
+    return Loaded((_dequantized(model) if options else model).to(device), tokenizer)
+
+
+def _dequantized(quantized: Any) -> Any:
+    """The same weights in a model that doesn't remember that they were quantized, and so can be trained and saved."""
+    config = copy.deepcopy(quantized.config)
+    del config.quantization_config
+    model = empty_model(config, torch.device("cpu"))
+    model.load_state_dict(quantized.state_dict())
+    model.generation_config = quantized.generation_config
+    return model
 
 
 def _bundled(name: str) -> Path:

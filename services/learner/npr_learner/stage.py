@@ -60,7 +60,7 @@ class Stage:
             step=record.next_step,
             parent_digest=record.parent_digest,
         )
-        files = policy_files(self.policy.model, self.base, spec.options.dtype)
+        files = policy_files(self.policy.model, self.base, spec.options.published_precision)
         return store.publish(spec.key.run_id, record.policy_version, files, metadata)
 
 

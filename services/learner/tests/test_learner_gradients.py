@@ -5,6 +5,7 @@ no micro-batches, no chunked head.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def reference_log_probs(model: Any, row: Row) -> torch.Tensor:
         attention_mask=mask[None, None],
         position_ids=torch.tensor([tree.positions.tolist()]),
     ).logits[0]
-    table = torch.log_softmax(logits, -1)
+    table = torch.log_softmax(logits / row.temperature, -1)
     return torch.stack([table[int(index) - 1, int(row.token_ids[index])] for index in row.trained])
 
 
@@ -43,10 +44,11 @@ def rows_of(world: World, *, parallel: bool, count: int = 7) -> list[Row]:
     trajectories = [make(generator, "g", index) for index in range(count)]
     advantages = generator.normal(size=count)
     vocabulary = len(world.tokenizer)
-    return [
+    rows = [
         row_of_trajectory(item, world.tags, vocabulary, float(advantage))
         for item, advantage in zip(trajectories, advantages, strict=True)
     ]
+    return [replace(row, temperature=(1.0, 0.5)[index % 2]) for index, row in enumerate(rows)]
 
 
 CLIP = ClipRange()
@@ -139,7 +141,7 @@ def test_log_prob_drift_is_the_largest_difference_to_the_engine(world: World) ->
     model = qwen3(len(world.tokenizer))
     truth = [reference_log_probs(model, row).detach().numpy() for row in rows]
     truth[1][2] += 0.25
-    exact = [Row(r.token_ids, r.topology, r.trained, t.astype(np.float32)) for r, t in zip(rows, truth, strict=True)]
+    exact = [replace(row, behavior_log_probs=t.astype(np.float32)) for row, t in zip(rows, truth, strict=True)]
     summary = accumulate_gradient(
         model, exact, lambda lp, _: sft_loss(lp, 1.0), StageOptions(learning_rate=1.0), lambda *_: None
     )

@@ -262,12 +262,12 @@ async def test_distorted_sampling_is_refused(rig: Any) -> None:
         started = await rig.start("npr", "PAPO")
         plain = rig.group
 
-        def greedy(group_id: str, samples: int) -> Any:
+        def nucleus(group_id: str, samples: int) -> Any:
             group = plain(group_id, samples)
-            group.decoding.sampling.temperature = 0.7
+            group.decoding.sampling.top_p = 0.9
             return group
 
-        rig.group = greedy
-        with pytest.raises(FailedPreconditionError, match="temperature 1") as refused:
-            await rig.train("npr", 0, await rig.experience(started.policy, "cold"))
+        rig.group = nucleus
+        with pytest.raises(FailedPreconditionError, match="top_p 1") as refused:
+            await rig.train("npr", 0, await rig.experience(started.policy, "nucleus"))
         assert refused.value.reason == "DISTORTED_SAMPLING"
