@@ -38,6 +38,13 @@ class BufferProcess:
         self.process.kill()
         await self.process.wait()
 
+    async def __aenter__(self):
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.kill()
+
 
 async def keep_every_write(valkey):
     """What an answer promises holds only where each write reaches the file before it."""
@@ -128,9 +135,7 @@ class Chaos:
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_whatever_is_killed_every_group_is_consumed_exactly_once(own_valkey, make_client, tmp_path, seed):
     await keep_every_write(own_valkey)
-    process = BufferProcess(own_valkey.url, tmp_path)
-    await process.start()
-    async with connect(process.address) as channel:
+    async with BufferProcess(own_valkey.url, tmp_path) as process, connect(process.address) as channel:
         client = make_client(channel)
         chaos = Chaos(client, seed)
         groups = [make_group("r", f"g{i}", samples=SAMPLES, priority=i % 3) for i in range(GROUPS)]
@@ -159,4 +164,3 @@ async def test_whatever_is_killed_every_group_is_consumed_exactly_once(own_valke
         assert audit.counts.trajectories == audit.counts.trajectories_expected == GROUPS * SAMPLES
         listed = await client.stub.ListGroups(buffer_pb2.ListGroupsRequest(run_id="r"))
         assert {group.group_id: group.consumer for group in listed.groups} == chaos.consumed
-    await process.kill()
