@@ -23,7 +23,7 @@ def valkey_command(folder: Path, port: int) -> list[str]:
         "port": str(port),
         "dir": str(folder.absolute()),
         "appendonly": "yes",
-        "appendfsync": "everysec",
+        "appendfsync": "always",  # with `everysec` a reply may go out before its write has reached the file
         "save": "",
         "protected-mode": "yes",
         "maxmemory-policy": "noeviction",

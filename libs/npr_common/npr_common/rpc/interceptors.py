@@ -12,6 +12,8 @@ from npr_common.errors import InternalError, NprError
 
 log = logging.getLogger(__name__)
 
+OUR_METHODS = "/npr."
+
 if TYPE_CHECKING:  # grpc's classes are generic in their stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -19,14 +21,14 @@ if TYPE_CHECKING:  # grpc's classes are generic in their stubs only
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps unary-unary and unary-stream handlers; our contract has no other kind."""
+    """Wraps the handlers of our own contract, all unary-unary or unary-stream; health and reflection are not ours."""
 
     async def intercept_service(
         self, continuation: "Continuation", handler_call_details: grpc.HandlerCallDetails
     ) -> "Handler | None":
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None:
+        if handler is None or not method.startswith(OUR_METHODS):
             return handler
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(

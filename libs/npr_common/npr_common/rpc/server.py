@@ -12,9 +12,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -67,6 +67,14 @@ class Service(Protocol):
         """Stops taking work; finishes or gives back what is in flight."""
 
 
+@runtime_checkable
+class ReportsHealth(Protocol):
+    """A service whose health can change while it serves, such as one that depends on a store."""
+
+    def report_health_to(self, report: Callable[[bool], Awaitable[None]]) -> None:
+        """Takes the function to call with False when calls can't succeed, and with True when they can again."""
+
+
 class RunningServer:
     """A bound server and its health; made by `start_server`."""
 
@@ -78,6 +86,8 @@ class RunningServer:
             interceptors=[*telemetry.server_interceptors(), ErrorInterceptor()], options=_options(settings)
         )
         self.address = ""
+        if isinstance(service, ReportsHealth):
+            service.report_health_to(self.set_serving)
 
     async def start(self) -> None:
         """Binds, publishes the address, starts the service and turns healthy."""
