@@ -196,11 +196,12 @@ def test_an_unknown_component_is_named(place: StateDir) -> None:
 
 
 def test_starting_order_is_acyclic_and_complete() -> None:
-    order = with_needs(["controller"])
+    order = with_needs(reversed(COMPONENTS))
     assert set(order) == set(COMPONENTS)
     for name in order:
         assert all(order.index(need) < order.index(name) for need in COMPONENTS[name].needs)
         assert all(name in COMPONENTS[dependent].needs for dependent in dependents(name))
+    assert with_needs(["rollout"]) == ("valkey", "buffer", "reward", "rollout")
 
 
 def test_the_state_directory_is_the_owners_alone(place: StateDir) -> None:

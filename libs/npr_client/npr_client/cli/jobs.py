@@ -19,7 +19,7 @@ from npr_client.render import words
 from npr_client.render.tables import jobs_table
 from npr_client.sdk import DecodingOptions, NprClient, prompts_from_jsonl, text_prompt
 from npr_common.errors import InvalidArgumentError, NotFoundError
-from npr_common.references import resolve_reference
+from npr_common.references import PACKAGE_PREFIX, resolve_reference
 
 
 def submit(
@@ -72,8 +72,12 @@ def _prompts(text: str | None, file: str | None, gold: str, verifier: str) -> li
     if file is not None:
         if gold:
             raise InvalidArgumentError("--gold belongs to --prompt; in a file, write a `gold` beside each prompt")
-        return prompts_from_jsonl(Path(resolve_reference(file)), verifier=verifier)
+        return prompts_from_jsonl(_path(file), verifier=verifier)
     return [text_prompt(text or "", gold=gold, verifier=verifier)]
+
+
+def _path(file: str) -> Path:
+    return Path(resolve_reference(file) if file.startswith(PACKAGE_PREFIX) else file)
 
 
 def watch(

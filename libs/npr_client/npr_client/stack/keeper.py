@@ -34,6 +34,8 @@ FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 10.0
 # A component that lived this long was well: its next end is a new trouble.
 STABLE_SECONDS = 30.0
+# Five services can't share one metrics port; they export by OTEL_EXPORTER_OTLP_ENDPOINT.
+ONE_PROCESS_ONLY = frozenset({"NPR_METRICS_PORT"})
 
 
 class Keeper:
@@ -164,7 +166,8 @@ def make_keeper(name: str, board: Board, state_dir: StateDir) -> Keeper:
 def _spawn(launch: Launch, stack_id: str, name: str, log_file: Path) -> subprocess.Popen[bytes]:
     """Starts a process in a session of its own, so that no terminal's signal and no supervisor's end reaches it."""
     rotate(log_file)
-    environment = {**os.environ, **launch.environment, STACK_VARIABLE: stack_id, COMPONENT_VARIABLE: name}
+    inherited = {key: value for key, value in os.environ.items() if key not in ONE_PROCESS_ONLY}
+    environment = {**inherited, **launch.environment, STACK_VARIABLE: stack_id, COMPONENT_VARIABLE: name}
     with log_file.open("ab") as output:
         return subprocess.Popen(
             launch.command,
