@@ -47,7 +47,7 @@ def decode(
         model,
         tagged_tokenizer(),
         load_dialect("npr"),
-        EngineConfig(**{"page_size": 4, "pages": 4000, "audit_every_step": True, **config}),
+        EngineConfig(**{"page_size": 4, "pages": 2000, "audit_every_step": True, **config}),
         sampler=sampler,
     )
     for name, tree in zip(scripts, trees, strict=True):

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from npr_rollout.engine.page_table import PageTables
+import numpy as np
+
+from npr_rollout.engine.page_table import IntArray, PageTables
 from npr_rollout.engine.prompts import SharedPrompts
 from npr_rollout.engine.trajectory import Trajectory
 
@@ -20,22 +22,25 @@ def audit(tables: PageTables, prompts: SharedPrompts, trajectories: Iterable[Tra
 
 def _pages(tables: PageTables) -> Iterator[str]:
     pool = tables.pool
-    held = Counter(page for row in tables.live_rows for page in tables.pages_of(row))
-    free = Counter(pool.free_list())
-    for page in range(pool.pages):
-        if held[page] != pool.holders(page):
-            yield f"Page {page} is counted {pool.holders(page)} times, but {held[page]} rows hold it."
-        if free[page] != (pool.holders(page) == 0):
-            yield f"Page {page} is {free[page]} times in the free list and held {pool.holders(page)} times."
+    held = _counts((page for row in tables.live_rows for page in tables.pages_of(row)), pool.pages)
+    free = _counts(pool.free_list(), pool.pages)
+    counted = np.fromiter(map(pool.holders, range(pool.pages)), np.int64, pool.pages)
+    for page in np.flatnonzero(held != counted).tolist():
+        yield f"Page {page} is counted {counted[page]} times, but {held[page]} rows hold it."
+    for page in np.flatnonzero(free != (counted == 0)).tolist():
+        yield f"Page {page} is {free[page]} times in the free list and held {counted[page]} times."
+
+
+def _counts(pages: Iterable[int], size: int) -> IntArray:
+    return np.bincount(np.fromiter(pages, np.int64), minlength=size)
 
 
 def _slots(tables: PageTables) -> Iterator[str]:
     for row in sorted(tables.live_rows):
-        slots = tables.slots[row, : tables.length[row]].tolist()
-        if len(set(slots)) != len(slots):
+        slots = tables.slots[row, : tables.length[row]]
+        if len(np.unique(slots)) != len(slots):
             yield f"Row {row} holds a slot twice."
-        pages = tables.pages_of(row)
-        if {slot // tables.pool.page_size for slot in slots} != set(pages) or len(set(pages)) != len(pages):
+        if np.unique(slots // tables.pool.page_size).tolist() != sorted(tables.pages_of(row)):
             yield f"Row {row} reads from pages other than those it holds."
 
 
