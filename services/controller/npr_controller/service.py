@@ -25,6 +25,7 @@ from npr_controller.state import EventKind, EventRecord, RunRecord, RunState, Ru
 from npr_controller.state.journal import Journal
 from npr_controller.state.leader import LeaderLease
 from npr_controller.supervisor import Supervisor
+from npr_controller.tasks import end
 
 if TYPE_CHECKING:  # grpc's classes are generic in their stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -67,8 +68,7 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
     async def drain(self) -> None:
         """Stops driving (what is in flight is durable already) and lets another replica lead at once."""
         if self._leading is not None:
-            self._leading.cancel()
-            await asyncio.gather(self._leading, return_exceptions=True)
+            await end([self._leading])
         await self._lease.release()
         for channel in self._channels.values():
             await channel.close()

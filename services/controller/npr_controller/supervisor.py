@@ -16,6 +16,7 @@ from npr_common.rpc import NprError
 from npr_controller.state import STORE_ERRORS, EventKind, RunState, RunStore, StateChangedError, keys
 from npr_controller.state.journal import Journal
 from npr_controller.state.leader import LeaderLease
+from npr_controller.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +65,7 @@ class Supervisor:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(tasks)
 
     async def _tend(self) -> None:
         async with self._store.listen(keys.NOTICES) as notices:
@@ -76,8 +75,7 @@ class Supervisor:
                 try:
                     await asyncio.wait({waking, *self._drivers.values()}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    waking.cancel()
-                    await asyncio.gather(waking, return_exceptions=True)
+                    await end([waking])
 
     async def _reconcile(self) -> None:
         """Makes the drivers those of the runs that are RUNNING."""
@@ -109,7 +107,4 @@ class Supervisor:
             await journal.record(EventKind.FAILED, sentence, state=RunState.FAILED, error=sentence)
 
     async def _cancel_drivers(self, run_ids: list[str]) -> None:
-        tasks = [self._drivers.pop(run_id) for run_id in run_ids]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end([self._drivers.pop(run_id) for run_id in run_ids])

@@ -139,7 +139,7 @@ async def test_bad_recipes_are_refused_with_one_line(make_system) -> None:
             await system.create(stepz=3)
         assert "stepz" in caught.value.field_violations
         missing = {"train": RECIPE["data"]["train"], "test": {"aime": {"kind": "file", "url": "/no/such.jsonl"}}}
-        with pytest.raises(NotFoundError, match=r"no data set at /no/such\.jsonl"):
+        with pytest.raises(NotFoundError, match=r"/no/such\.jsonl is not there"):
             await system.create(data=missing)
         with pytest.raises(NotFoundError, match="npr runs"), rpc_errors():
             await system.controller.GetRun(pb.GetRunRequest(run_id="nobody"))
@@ -228,19 +228,27 @@ async def test_the_run_goes_back_when_the_learner_lost_steps(make_system) -> Non
         assert audit.counts.discarded > 0, "the groups of the lost policy are set aside, never trained on"
 
 
-async def test_a_weak_beta_stops_the_run_before_stage_three(make_system) -> None:
-    async with make_system() as system:
-        stages = [
-            {"kind": "multiverse", "dataset_url": "given.jsonl", "learning": LEARNING},
-            RECIPE["stages"][2],
-        ]
-        await system.create(stages=stages, guard={"min_forked_rate": 1.0})
-        assert (await system.rest())[-1].run.state == pb.RUN_STATE_COMPLETED
+GIVEN = {"kind": "multiverse", "dataset_url": "given.jsonl", "learning": LEARNING}
+
+
+async def test_a_policy_that_seldom_forks_stops_the_run_before_stage_three(make_system) -> None:
+    async with make_system(Script(forks=lambda *_: False)) as system:
+        await system.create(stages=[GIVEN, RECIPE["stages"][2]])
+        last = (await system.rest())[-1]
+        assert last.run.state == pb.RUN_STATE_FAILED
+        assert "multiverse forks in 0.0% of its responses and npr needs 95%" in last.run.error
+        assert ("npr", 0) not in {(stage, step) for stage, step, _ in system.learner.trained}
+
+
+async def test_form_that_drifts_past_the_bound_stops_stage_three(make_system) -> None:
+    """The step at which the rate has been past the bound for `malformed_steps` batches is never trained."""
     async with make_system(Script(well_formed=lambda *_: False)) as system:
-        await system.create(stages=stages, guard={"max_malformed_rate": 0.9, "malformed_steps": 2})
+        guard = {"max_malformed_rate": 0.9, "malformed_steps": 2}
+        await system.create(stages=[GIVEN, RECIPE["stages"][2]], guard=guard)
         last = (await system.rest())[-1]
         assert last.run.state == pb.RUN_STATE_FAILED
         assert "npr step 1: 100% of the responses are malformed" in last.run.error
+        assert [step for stage, step, _ in system.learner.trained if stage == "npr"] == [0]
 
 
 async def test_rejection_sampling_retries_only_what_was_not_accepted(make_system) -> None:

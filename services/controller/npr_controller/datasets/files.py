@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -10,12 +9,12 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from npr_common.references import resolve_reference
 from npr_common.rpc import InvalidArgumentError, NotFoundError
 from npr_controller.datasets.fields import IDS, Reading, read_record
 from npr_controller.datasets.problem import Problem
 from npr_controller.recipe import FileSource
 
-PACKAGE_PREFIX = "package:"
 _PARQUET_MAGIC = b"PAR1"
 
 
@@ -28,20 +27,6 @@ def open_file(source: FileSource) -> Sequence[Problem]:
     if not records:
         raise InvalidArgumentError(f"{source.url} holds no problem", reason="EMPTY_DATA")
     return [_problem(source, index, record) for index, record in enumerate(records)]
-
-
-def resolve(url: str) -> str:
-    """The path behind `package:MODULE/PATH`; any other URL as it is. Raises `NotFoundError` for an absent package."""
-    if not url.startswith(PACKAGE_PREFIX):
-        return url
-    module, _, path = url.removeprefix(PACKAGE_PREFIX).partition("/")
-    try:
-        return str(resources.files(module).joinpath(path))
-    except ModuleNotFoundError as error:
-        raise NotFoundError(
-            f"{url}: the package {module} is not installed; `pip install {module.replace('_', '-')}`",
-            reason="DATA_NOT_FOUND",
-        ) from error
 
 
 def _problem(source: FileSource, index: int, record: Mapping[str, Any]) -> Problem:
@@ -60,7 +45,7 @@ def _labels(reading: Reading) -> dict[str, str]:
 
 def _records(url: str) -> list[Mapping[str, Any]]:
     try:
-        with fsspec.open(resolve(url), "rb", compression="infer") as file:
+        with fsspec.open(resolve_reference(url), "rb", compression="infer") as file:
             content: bytes = file.read()
     except (FileNotFoundError, IsADirectoryError) as error:
         raise NotFoundError(f"no data set at {url}: check the path", reason="DATA_NOT_FOUND") from error

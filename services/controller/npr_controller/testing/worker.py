@@ -23,6 +23,9 @@ class Script:
 
     correct: Callable[[buffer_pb2.Group, int], bool] = lambda _, index: index % 2 == 0
     well_formed: Callable[[buffer_pb2.Group, int], bool] = lambda *_: True
+    forks: Callable[[buffer_pb2.Group, int], bool] = lambda group, _: (
+        group.decoding.visibility == sampling_pb2.VISIBILITY_PARALLEL
+    )
 
 
 async def work(channel: grpc.aio.Channel, script: Script) -> None:
@@ -49,7 +52,6 @@ async def work(channel: grpc.aio.Channel, script: Script) -> None:
 
 def _scored(group: buffer_pb2.Group, index: int, script: Script) -> trajectory_pb2.ScoredTrajectory:
     correct, well_formed = script.correct(group, index), script.well_formed(group, index)
-    forks = group.decoding.visibility == sampling_pb2.VISIBILITY_PARALLEL
     verdict = trajectory_pb2.VERDICT_KIND_CORRECT if correct else trajectory_pb2.VERDICT_KIND_INCORRECT
     return trajectory_pb2.ScoredTrajectory(
         trajectory=trajectory_pb2.Trajectory(
@@ -64,7 +66,7 @@ def _scored(group: buffer_pb2.Group, index: int, script: Script) -> trajectory_p
             policy=group.policy,
             visibility=group.decoding.visibility,
             outcome=trajectory_pb2.OUTCOME_COMPLETED,
-            ledger=_ledger(forks),
+            ledger=_ledger(script.forks(group, index)),
             response_text=WELL_FORMED if well_formed else "<plan>no block",
         ),
         score=trajectory_pb2.Score(
