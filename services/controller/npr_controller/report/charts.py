@@ -14,6 +14,7 @@ import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from npr_controller.report.document import Curve, Report, StageRow
 
@@ -158,6 +159,7 @@ def _lines(axes: Axes, curve: Curve, title: str, group: Sequence[Series]) -> Non
         axes.plot(*zip(*points, strict=True), color=series.color, label=series.label, marker=marker, markersize=2.5)
     axes.set_title(title, loc="left")
     axes.set_xlabel(curve.unit)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if len(group) > 1:
         axes.legend(fontsize=8)
 
