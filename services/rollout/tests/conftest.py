@@ -26,6 +26,8 @@ from npr_common.testing.valkey import valkey_server
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 START_SECONDS = 60.0
+
+torch.set_num_threads(1)  # tests share their cores
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}\n"
 
 

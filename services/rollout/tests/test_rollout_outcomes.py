@@ -12,6 +12,7 @@ from npr_common.dialects import load_dialect
 from npr_common.errors import AlreadyExistsError, InvalidArgumentError
 from npr_common.schema import parse_tokens
 from npr_common.tags import TagIds
+from npr_common.tokenizers import add_tag_tokens
 from npr_common.topology import topology
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
@@ -288,3 +289,31 @@ def test_streamed_tokens_are_the_result() -> None:
         for i, token in enumerate(event.token_ids)
     }
     assert told == {key: token for key, token in place.items() if key[0] >= last.result.prompt_length}
+
+
+def test_another_dialect_is_served_by_its_table() -> None:
+    dialect = load_dialect("multiverse")
+    tokenizer = add_tag_tokens(plain_tokenizer(), dialect)
+
+    def ids(text: str) -> list[int]:
+        encoded: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return encoded
+
+    said = {
+        -1: ids(
+            "<Parallel><Goal><Outline>1: a</Outline><Outline>2: b</Outline></Goal>c</Conclusion></Parallel><|end|>"
+        ),
+        0: ids(" x y</Path>"),
+        1: ids(" u</Path>"),
+    }
+    sampler = Dictated("")
+    sampler._said = said
+    model = tiny_model("qwen3", tokenizer, hidden=32, layers=2)
+    engine = Engine(model, tokenizer, dialect, EngineConfig(pages=100, audit_every_step=True), sampler=sampler)
+    engine.submit(Request("r", tuple(ids("a b"))))
+    last = drive(engine)[-1]
+    assert isinstance(last, FinishedEvent)
+    result = last.result
+    assert result.outcome is Outcome.COMPLETED
+    assert len(result.ledger.blocks[0].branches) == 2
+    assert parse_tokens(result.token_ids, tokenizer, dialect, result.prompt_length).well_formed

@@ -113,6 +113,27 @@ def test_members_of_a_group_share_their_prompt() -> None:
     assert engine.status().pages_used <= 10 + 8
 
 
+def test_what_is_needed_is_what_is_allocated() -> None:
+    """To the page, in every step, with forks, joins and recomputations on the way."""
+    engine = Engine(MODEL, TOKENIZER, load_dialect("npr"), EngineConfig(page_size=4, pages=90), sampler=SoupSampler(5))
+    feeder, pool = engine._feeder, engine._pool
+    plain_feed = feeder.feed
+
+    def feed(trajectory: Any, chunks: Any) -> None:
+        expected, before = feeder.pages_needed(trajectory), pool.free_pages
+        plain_feed(trajectory, chunks)
+        assert before - pool.free_pages == expected
+
+    feeder.feed = feed  # type: ignore[method-assign]
+    for index in range(30):
+        prompt = tuple(TreeMaker(TOKENIZER, index).words(8))
+        engine.submit(Request(str(index), prompt, limits=Limits(max_tokens=120)))
+    while not engine.idle:
+        engine.step()
+    assert engine.status().joins > 3
+    assert engine.status().preemptions > 3
+
+
 class SoupSampler:
     """Structure and nonsense, weighted so that all of it is reached."""
 

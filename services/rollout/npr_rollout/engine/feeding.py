@@ -5,7 +5,7 @@ Invariants:
   trajectory with all its blocks, whose forks and joins are then made again at the same places.
 - Within one forward pass every layer writes all new keys and values before it reads any, so a branch may follow its
   `</guideline>`, and a takeaway its branches, in the same pass.
-- The pages that `feed` allocates are at most those that `pages_needed` said.
+- `pages_needed` says before `feed` what it will allocate, to the page.
 """
 
 from __future__ import annotations
@@ -46,15 +46,20 @@ class Feeder:
         self._page_size = tables.pool.page_size
 
     def pages_needed(self, trajectory: Trajectory) -> int:
-        """An upper bound for the pages that `feed` will allocate for it."""
-        needed = 0
-        row = trajectory.row
-        if row is None and not self._prompts.holds(trajectory.request.prompt_ids):
-            needed += self._pages(trajectory.prompt_length - 1)
+        """The pages that `feed` will allocate for it; more only if its prompt is decoded meanwhile for another."""
+        needed, room = 0, 0
+        if trajectory.row is not None:
+            room = self._tables.room(trajectory.row)
+        elif not self._prompts.holds(trajectory.request.prompt_ids):
+            needed = self._pages(trajectory.prompt_length - 1)
         for segment in trajectory.segments[trajectory.frontier :]:
-            spans, trunk_row = ([segment], row) if isinstance(segment, Span) else (segment.branches, None)
-            needed += sum(self._pages_of_span(span, span.row if trunk_row is None else trunk_row) for span in spans)
-            row = None  # later trunk spans follow a join
+            spans = [segment] if isinstance(segment, Span) else segment.branches
+            for span in spans:
+                if span.is_branch:
+                    room = self._tables.room(span.row) if span.row is not None else 0
+                tokens = self._unfed(span)
+                needed += self._pages(max(0, tokens - room))
+                room = (room - tokens) % self._page_size  # a takeaway goes on in the last branch's page
         return needed
 
     def feed(self, trajectory: Trajectory, chunks: list[Chunk]) -> None:
@@ -143,11 +148,9 @@ class Feeder:
         for branch in block.branches:
             branch.row = None
 
-    def _pages_of_span(self, span: Span, row: int | None) -> int:
-        if row is None:
-            unshared = span.unfed - max(0, span.prompt_length - 1) if span.fed == 0 else span.unfed
-            return self._pages(unshared)
-        return self._tables.pages_for(row, span.unfed)
+    def _unfed(self, span: Span) -> int:
+        """Tokens that the span's own row lacks; all of the prompt but its last token comes with the shared row."""
+        return span.unfed if span.fed else span.unfed - max(0, span.prompt_length - 1)
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

@@ -85,9 +85,9 @@ class PageTables:
         for child in children:
             self._take_over(parent, child)
 
-    def pages_for(self, row: int, tokens: int) -> int:
-        """Pages that `tokens` more tokens need."""
-        return max(0, -((int(self._room[row]) - tokens) // self.pool.page_size))
+    def room(self, row: int) -> int:
+        """Tokens that still fit into the row's tail page."""
+        return int(self._room[row])
 
     def at_page_end(self, rows: IntArray) -> npt.NDArray[np.bool_]:
         """For each of the rows, whether its next token needs a page."""
