@@ -3,6 +3,7 @@
 It refuses what the real one must refuse: steps out of order, and groups of another policy version.
 """
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class ScriptedLearner(learner_pb2_grpc.LearnerServiceServicer):
         self._buffer = buffer_pb2_grpc.BufferServiceStub(buffer)
         self._checkpoint_every = checkpoint_every
         self._versions: dict[str, int] = {}
+        # A killed controller's call may still run when its successor asks again: one change at a time.
+        self._changing = asyncio.Lock()
         self.stages: dict[tuple[str, str], _Stage] = {}
         self.trained: list[tuple[str, int, tuple[str, ...]]] = []
 
@@ -84,8 +87,9 @@ class ScriptedLearner(learner_pb2_grpc.LearnerServiceServicer):
         if request.step > frontier:
             raise FailedPreconditionError("not the next step", metadata={"next_step": str(frontier)})
         yield learner_pb2.TrainStepResponse(progress=learner_pb2.Progress(done=0, total=1, unit="micro-batches"))
-        if request.step == frontier:
-            await self._step(stage, request)
+        async with self._changing:
+            if request.step == len(stage.results):
+                await self._step(stage, request)
         yield learner_pb2.TrainStepResponse(result=stage.results[request.step])
 
     async def FineTune(  # noqa: N802
@@ -96,13 +100,17 @@ class ScriptedLearner(learner_pb2_grpc.LearnerServiceServicer):
         for done in (1, 2):
             progress = learner_pb2.Progress(done=done, total=2, unit="updates", metrics={"loss": 1.0 / done})
             yield learner_pb2.FineTuneResponse(progress=progress)
-        if not stage.results:
-            if request.group_ids:
-                await self._acknowledge(request.run_id, f"{request.stage}/sft", list(request.group_ids))
-            policy = self._publish(request.run_id)
-            stage.results.append(learner_pb2.StepResult(step=0, policy=policy, metrics={"loss": 0.5}))
-            self.trained.append((request.stage, 0, tuple(request.trajectory_ids)))
+        async with self._changing:
+            if not stage.results:
+                await self._tune(stage, request)
         yield learner_pb2.FineTuneResponse(result=stage.results[0])
+
+    async def _tune(self, stage: _Stage, request: learner_pb2.FineTuneRequest) -> None:
+        if request.group_ids:
+            await self._acknowledge(request.run_id, f"{request.stage}/sft", list(request.group_ids))
+        policy = self._publish(request.run_id)
+        stage.results.append(learner_pb2.StepResult(step=0, policy=policy, metrics={"loss": 0.5}))
+        self.trained.append((request.stage, 0, tuple(request.trajectory_ids)))
 
     async def _step(self, stage: _Stage, request: learner_pb2.TrainStepRequest) -> None:
         versions = {
