@@ -1,6 +1,8 @@
 """From a policy reference to a model in memory.
 
-Invariant: what is served is what the reference's digest names; the policy store verifies every file.
+Invariants:
+- What is served is what the reference's digest names; the policy store verifies every file.
+- The store's cache folder belongs to one process: only the policy that was loaded last stays in it.
 """
 
 from __future__ import annotations

@@ -89,6 +89,12 @@ class Peers:
     reward: PeerProcess
     addresses: Addresses
     store: PolicyStore
+    folder: Path
+
+    def rollout_process(self, environment: dict[str, str]) -> PeerProcess:
+        """The service under test as a process; not started."""
+        addresses = {f"NPR_{name.upper()}": str(value) for name, value in self.addresses.model_dump().items()}
+        return PeerProcess("npr_rollout", {**addresses, **environment}, self.folder)
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +112,9 @@ def peers() -> Iterator[Peers]:
                 policy_store_url=f"file://{folder}/policies",
                 cache_dir=folder / "cache",
             )
-            yield Peers(buffer, reward, addresses, PolicyStore(addresses.policy_store_url, folder / "publisher"))
+            yield Peers(
+                buffer, reward, addresses, PolicyStore(addresses.policy_store_url, folder / "publisher"), folder
+            )
             buffer.stop()
             reward.stop()
 

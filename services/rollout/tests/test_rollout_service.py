@@ -204,3 +204,33 @@ async def test_draining_gives_the_work_back(peers: Any, publish: Any) -> None:
     async with rollout(peers, worker=False) as stub:
         cancelled = await stub.CancelJob(rollout_pb2.CancelJobRequest(job_id=request.request_id))
     assert cancelled.job.state == rollout_pb2.JOB_STATE_CANCELLED
+
+
+async def test_a_killed_reward_service_is_waited_for(peers: Any, publish: Any) -> None:
+    request = job(publish("judge"), prompts=3)
+    peers.reward.kill()
+    async with rollout(peers) as stub:
+        await stub.SubmitJob(request)
+        await until(stub, lambda status: status.tokens > 0)
+        await asyncio.to_thread(peers.reward.start)
+        done, trajectories = await watch_to_end(stub, request.request_id)
+    assert done.verdicts == {"incorrect": 6}
+    assert len(trajectories) == 6
+
+
+async def test_a_killed_rollout_process_loses_nothing(peers: Any, publish: Any) -> None:
+    request = job(publish("crash"), prompts=8, samples=8, decoding=decoding(200))
+    process = peers.rollout_process({"NPR_ROLLOUT_LEASE_SECONDS": "3", "NPR_ROLLOUT_MAX_RUNNING": "4"})
+    await asyncio.to_thread(process.start)
+    async with connect(process.address) as channel:
+        stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
+        await stub.SubmitJob(request)
+        await until(stub, lambda status: status.running > 0)
+    process.kill()
+    await asyncio.to_thread(process.start)
+    async with connect(process.address) as channel:
+        done, trajectories = await watch_to_end(rollout_pb2_grpc.RolloutServiceStub(channel), request.request_id)
+    assert done.state == rollout_pb2.JOB_STATE_COMPLETED
+    assert len({item.trajectory.trajectory_id for item in trajectories}) == len(trajectories) == 64
+    await asyncio.to_thread(process.stop)
+    assert process.process.returncode == 0

@@ -22,12 +22,13 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from npr_common.errors import FailedPreconditionError
 from npr_rollout.engine.kv_pool import KvPool
 
 PAGED_ATTENTION = "npr_paged"
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(FailedPreconditionError):
     """The model's attention needs something that the engine does not do; the message says what."""
 
 
