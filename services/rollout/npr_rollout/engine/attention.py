@@ -38,7 +38,7 @@ class AttentionGroup:
 
     Attributes:
         queries: int64 [R, Q], indices into the T tokens; padding repeats an index.
-        slots: int32 [R, L], slots to read; padding is masked.
+        slots: int64 [R, L], slots to read; padding is masked.
         mask: float [R, 1, Q, L], 0 or -inf; None when the rows are whole prompts of one length, plainly causal.
         flat: int64 [N], which of the R * Q queries are real, and
         targets: int64 [N], which tokens they are.
@@ -120,9 +120,9 @@ def _attend_chunks(query: Tensor, pool: Tensor, group: AttentionGroup, kv_heads:
 
 
 def _gather(pool: Tensor, slots: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [R, K, L, D] of the slots. An embedding look-up is the fastest gather of rows that torch has."""
+    """Keys and values [R, K, L, D] of the slots. Of torch's gathers of rows this is the fastest on a CPU."""
     rows, length = slots.shape
-    both = functional.embedding(slots, pool).view(rows, length, 2, kv_heads, head_dim)
+    both = pool.index_select(0, slots.view(-1)).view(rows, length, 2, kv_heads, head_dim)
     return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
 
 

@@ -92,7 +92,7 @@ class ModelRunner:
 
     def _single_group(self, rows: IntArray, lengths: IntArray, targets: IntArray) -> AttentionGroup:
         longest = int(lengths.max())
-        slots = self._tensor(self._tables.slots[rows, :longest])
+        slots = self._tensor(self._tables.slots[rows, :longest].astype(np.int64))
         hidden = torch.arange(longest, device=self._device)[None] >= self._tensor(lengths)[:, None]
         index = self._tensor(targets)
         return AttentionGroup(index[:, None], slots, self._additive(hidden)[:, None, None], index, index)
@@ -116,7 +116,7 @@ class ModelRunner:
         real = column[None] < counts[:, None]
         starts = first + np.concatenate([[0], np.cumsum(counts)[:-1]])
         queries = np.where(real, starts[:, None] + column[None], starts[:, None])
-        slots = np.stack([self._tables.slots[chunk.row, :longest] for chunk in chunks])
+        slots = self._tables.slots[[chunk.row for chunk in chunks], :longest].astype(np.int64)
         flat = np.flatnonzero(real)
         return AttentionGroup(
             self._tensor(queries),
