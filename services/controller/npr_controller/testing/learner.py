@@ -120,18 +120,17 @@ class ScriptedLearner(learner_pb2_grpc.LearnerServiceServicer):
         }
         if versions != {stage.policy.version}:
             raise FailedPreconditionError(f"rolled out by {versions}, the stage is at {stage.policy.version}")
-        stage.groups.append(list(request.group_ids))
-        self.trained.append((request.stage, request.step, tuple(request.group_ids)))
-        if (request.step + 1) % self._checkpoint_every == 0:
-            await self._checkpoint(stage, request.run_id)
-        policy = self._publish(request.run_id)
+        # A caller that dies cancels this call: what has been awaited may be repeated, what follows is one piece.
+        groups = [*stage.groups, list(request.group_ids)]
+        if len(groups) % self._checkpoint_every == 0:
+            for step in range(stage.durable, len(groups)):
+                await self._acknowledge(request.run_id, f"{request.stage}/step/{step}", groups[step])
+            stage.durable = len(groups)
+        stage.groups = groups
         metrics = {"loss": 0.1, "entropy": 0.7, "seconds": 0.01}
+        policy = self._publish(request.run_id)
         stage.results.append(learner_pb2.StepResult(step=request.step, policy=policy, metrics=metrics))
-
-    async def _checkpoint(self, stage: _Stage, run_id: str) -> None:
-        for step in range(stage.durable, len(stage.groups)):
-            await self._acknowledge(run_id, f"{stage.request.stage}/step/{step}", stage.groups[step])
-        stage.durable = len(stage.groups)
+        self.trained.append((request.stage, request.step, tuple(request.group_ids)))
 
     async def _acknowledge(self, run_id: str, consumer: str, group_ids: list[str]) -> None:
         [version] = [group.group.policy.version async for group in self._read(run_id, group_ids[:1])]
