@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import reasoning_gym
-
 from npr_common.rpc import InvalidArgumentError, NotFoundError
 from npr_common.tasks import MultipartTask
 from npr_controller.datasets.problem import Problem
@@ -58,6 +56,8 @@ class GymProblems:
 
 def open_gym(source: ReasoningGymSource) -> GymProblems:
     """A family by name. `NotFoundError` for an unknown one, `InvalidArgumentError` for options it doesn't take."""
+    import reasoning_gym  # noqa: PLC0415 - it takes seconds, which only recipes with such a source shall pay
+
     if source.family not in reasoning_gym.factory.DATASETS:
         raise NotFoundError(
             f"reasoning-gym has no family {source.family!r}; its gallery lists them", reason="DATA_NOT_FOUND"
