@@ -13,8 +13,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from npr.types.v1 import policy_pb2
@@ -46,17 +45,6 @@ ServePolicy = Callable[[policy_pb2.PolicyRef], Awaitable[None]]
 Key = tuple[str, str]
 
 
-@dataclass
-class _Held:
-    """Groups under lease, by run and group id, and the tasks that work on them."""
-
-    tasks: dict[Key, asyncio.Task[None]] = field(default_factory=dict)
-
-    def keys(self, names: Sequence[Key] | None = None) -> list[buffer_pb2.GroupKey]:
-        """As messages; all of them unless some are named."""
-        return [buffer_pb2.GroupKey(run_id=run, group_id=group) for run, group in names or self.tasks]
-
-
 class Worker:
     """Keeps the engine busy with the buffer's work; `run` it as a task."""
 
@@ -74,7 +62,7 @@ class Worker:
         self._outbox = outbox
         self._serve_policy = serve_policy
         self._settings = settings
-        self._held = _Held()
+        self._held: dict[Key, asyncio.Task[None]] = {}
         self._undecoded: set[tuple[Key, int]] = set()  # samples of held groups that the engine has not finished
         self._trouble = False  # whether work was given back since the last lease call
         self._progress = asyncio.Event()
@@ -89,13 +77,13 @@ class Worker:
 
     async def give_back(self) -> None:
         """Abort what is being decoded and give its groups back; call it after `run` was cancelled."""
-        names = list(self._held.tasks)
-        tasks = list(self._held.tasks.values())
+        names = list(self._held)
+        tasks = list(self._held.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if names:
-            request = buffer_pb2.ReturnGroupsRequest(worker_id=self.worker_id, groups=self._held.keys(names))
+            request = buffer_pb2.ReturnGroupsRequest(worker_id=self.worker_id, groups=_group_keys(names))
             with rpc_errors():
                 await self._buffer.ReturnGroups(request)
 
@@ -116,7 +104,7 @@ class Worker:
 
     async def _lease_once(self) -> None:
         """One lease call. While groups are held it asks for their policy only, so it ends with the last of them."""
-        busy = bool(self._held.tasks)
+        busy = bool(self._held)
         call = asyncio.create_task(self._lease(only_preferred=busy and self._engine.policy is not None))
         try:
             if busy:
@@ -163,19 +151,19 @@ class Worker:
 
     def _start(self, leased: buffer_pb2.LeasedGroup) -> None:
         key = (leased.group.run_id, leased.group.group_id)
-        if key in self._held.tasks:
+        if key in self._held:
             return  # its lease had ended unnoticed, and is ours again
         task = asyncio.create_task(self._work(key, leased), name=f"group {key[1]}")
-        self._held.tasks[key] = task
+        self._held[key] = task
         self._undecoded.update((key, index) for index in leased.missing_sample_indices)
         self._free.clear()
         task.add_done_callback(lambda _: self._forget(key, leased.missing_sample_indices))
 
     def _forget(self, key: Key, indices: Sequence[int]) -> None:
-        del self._held.tasks[key]
+        del self._held[key]
         self._undecoded.difference_update((key, index) for index in indices)
         self._progress.set()
-        if not self._held.tasks:
+        if not self._held:
             self._free.set()
 
     async def _serve_policy_of(self, group: buffer_pb2.Group) -> None:
@@ -230,10 +218,10 @@ class Worker:
     async def _renew_forever(self) -> None:
         while True:
             await asyncio.sleep(self._settings.lease_seconds / _RENEWALS_PER_LEASE)
-            if not self._held.tasks:
+            if not self._held:
                 continue
             request = buffer_pb2.RenewLeasesRequest(
-                worker_id=self.worker_id, groups=self._held.keys(), lease_seconds=self._settings.lease_seconds
+                worker_id=self.worker_id, groups=_group_keys(self._held), lease_seconds=self._settings.lease_seconds
             )
             try:
                 with rpc_errors():
@@ -242,12 +230,16 @@ class Worker:
                 log.warning("renewing leases failed and is tried again: %s", error.message)
                 continue
             for lost in response.lost_groups:
-                task = self._held.tasks.get((lost.run_id, lost.group_id))
+                task = self._held.get((lost.run_id, lost.group_id))
                 if task is not None:
                     log.info("the lease of %s is lost: its decoding ends", lost.group_id)
                     task.cancel()
 
     async def _return(self, names: Sequence[Key]) -> None:
-        request = buffer_pb2.ReturnGroupsRequest(worker_id=self.worker_id, groups=self._held.keys(names))
+        request = buffer_pb2.ReturnGroupsRequest(worker_id=self.worker_id, groups=_group_keys(names))
         with contextlib.suppress(NprError), rpc_errors():  # an unreturned lease ends by itself
             await self._buffer.ReturnGroups(request)
+
+
+def _group_keys(names: Iterable[Key]) -> list[buffer_pb2.GroupKey]:
+    return [buffer_pb2.GroupKey(run_id=run_id, group_id=group_id) for run_id, group_id in names]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from npr_common.dialects import Dialect
-from npr_common.errors import AlreadyExistsError, FailedPreconditionError, InternalError
+from npr_common.errors import AlreadyExistsError, InternalError
 from npr_common.schema import State
 from npr_common.tags import TagIds
 from npr_rollout.engine.admission import check_request, resolve_limits
@@ -198,15 +198,6 @@ class Engine:
     def audit(self) -> tuple[str, ...]:
         """Problems between the page allocator and the live tables, each a sentence; none in a sound engine."""
         return audit(self._tables, self._prompts, self._live.values())
-
-    def require_idle(self) -> None:
-        """Refuse to be replaced while something is on its way.
-
-        Raises:
-            FailedPreconditionError: there is.
-        """
-        if not self.idle:
-            raise FailedPreconditionError(f"{len(self._live)} requests are on their way: drain the engine first.")
 
     # --- one step ---
 

@@ -49,10 +49,6 @@ class Scheduler:
         """Trajectories that wait for admission."""
         return sum(not entry.trajectory.finished for entry in self._waiting)
 
-    def waiting(self) -> list[Trajectory]:
-        """Trajectories that wait, in no particular order."""
-        return [entry.trajectory for entry in self._waiting if not entry.trajectory.finished]
-
     def add(self, trajectory: Trajectory) -> None:
         """Put a trajectory in line."""
         heapq.heappush(self._waiting, _Waiting(_rank(trajectory), trajectory))

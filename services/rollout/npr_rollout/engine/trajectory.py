@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from npr_rollout.engine.ledger import Ledger
-from npr_rollout.engine.outcomes import BranchStop, MalformedReason, Visibility
+from npr_rollout.engine.outcomes import BranchStop, MalformedReason
 from npr_rollout.engine.request import BlockReport, BranchReport, Request
 from npr_rollout.engine.trunk_grammar import TrunkGrammar
 
@@ -124,6 +124,7 @@ class Trajectory:
 
     Attributes:
         key: 64 bits that fix its random draws, made of seed and prompt.
+        grammar: follows the trunk's tags; None where nothing ever forks.
         arrival: order of submission.
         frontier: index of the first segment that is not settled: all fed and, if a block, joined.
         row: the trunk's table; None while it waits.
@@ -162,11 +163,6 @@ class Trajectory:
         return len(self.request.prompt_ids)
 
     @property
-    def forks(self) -> bool:
-        """Whether a closed guideline makes it fork."""
-        return self.grammar is not None
-
-    @property
     def open_block(self) -> Block | None:
         """The block whose branches are being decoded."""
         last = self.segments[-1]
@@ -184,11 +180,6 @@ class Trajectory:
     def critical(self) -> int:
         """Tokens after the prompt on the critical path, an open block left out."""
         return self.trunk.end - self.prompt_length
-
-    @property
-    def sequential(self) -> bool:
-        """Whether it asked for plain causal decoding."""
-        return self.request.visibility is Visibility.SEQUENTIAL
 
     def blocks(self) -> Iterator[Block]:
         """Forked blocks in order."""
