@@ -1,14 +1,13 @@
 """The command against all five services and the bundled model: what a user does in the first ten minutes."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from npr_client.testing import NprCommand
 
 pytestmark = pytest.mark.slow
 
@@ -25,35 +24,9 @@ stages:
 """
 
 
-class Npr:
-    """`npr` in one folder and with one stack."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        named = {name: value for name, value in os.environ.items() if not name.startswith("NPR_")}
-        self.environment = {**named, "NPR_STATE_DIR": str(folder / "npr")}
-
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            (sys.executable, "-m", "npr_client.cli.main", *arguments),
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __call__(self, *arguments: str, code: int = 0) -> tuple[str, str]:
-        """Standard output and error of a call that must end with this code."""
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == code, err
-        return out, err
-
-
 @pytest.fixture(scope="module")
-def npr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Npr]:
-    command = Npr(tmp_path_factory.mktemp("stack"))
+def npr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NprCommand]:
+    command = NprCommand(tmp_path_factory.mktemp("stack"))
     command("up")
     yield command
     command("down")
@@ -63,7 +36,7 @@ def lines(text: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_job_names_its_model_and_its_trajectories_can_be_shown(npr: Npr) -> None:
+def test_a_job_names_its_model_and_its_trajectories_can_be_shown(npr: NprCommand) -> None:
     _, err = npr("submit", "--prompt", PROBLEM, code=2)
     assert "no policy is being served" in err
 
@@ -92,7 +65,7 @@ def test_a_job_names_its_model_and_its_trajectories_can_be_shown(npr: Npr) -> No
     assert lines(repeated) == [{"job_id": "first"}]
 
 
-def test_generation_streams_tokens_and_ends_with_the_trajectory(npr: Npr) -> None:
+def test_generation_streams_tokens_and_ends_with_the_trajectory(npr: NprCommand) -> None:
     npr("submit", "--model", "bundled:tiny", "--prompt", PROBLEM, "--max-tokens", "5", "--watch")
     events = lines(npr("generate", PROBLEM, "--temperature", "0", "--max-tokens", "150", "--json")[0])
 
@@ -104,7 +77,7 @@ def test_generation_streams_tokens_and_ends_with_the_trajectory(npr: Npr) -> Non
     assert streamed == trajectory["token_ids"][trajectory["prompt_length"] :]
 
 
-def test_a_run_writes_its_report_and_prints_its_path_last(npr: Npr) -> None:
+def test_a_run_writes_its_report_and_prints_its_path_last(npr: NprCommand) -> None:
     (npr.folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     out, err = npr("run", "recipe.yaml", "--run-id", "r1", "--set", "stages.zero.steps=1", "--json")
 
@@ -121,7 +94,7 @@ def test_a_run_writes_its_report_and_prints_its_path_last(npr: Npr) -> None:
     assert "stepz: unknown key" in err
 
 
-def test_interrupting_leaves_a_run_going_and_stop_and_resume_work(npr: Npr) -> None:
+def test_interrupting_leaves_a_run_going_and_stop_and_resume_work(npr: NprCommand) -> None:
     (npr.folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     following = npr.start("run", "recipe.yaml", "--run-id", "r2", "--set", "stages.zero.steps=40")
     assert following.stderr is not None
@@ -139,7 +112,7 @@ def test_interrupting_leaves_a_run_going_and_stop_and_resume_work(npr: Npr) -> N
     npr("stop", "r2")
 
 
-def test_evaluations_take_models_and_published_policies(npr: Npr) -> None:
+def test_evaluations_take_models_and_published_policies(npr: NprCommand) -> None:
     common = ("--data", "held-out=multipart", "--limit", "12", "--samples", "2", "--json")
     out, _ = npr("eval", "--model", "bundled:tiny", "--sequential", "--run-id", "e1", *common)
     stage = json.loads(Path(out.splitlines()[-1]).read_bytes())["stages"][0]
@@ -153,7 +126,7 @@ def test_evaluations_take_models_and_published_policies(npr: Npr) -> None:
     assert "/nowhere is not there" in err
 
 
-def test_verdicts_of_a_running_and_of_a_private_service_agree(npr: Npr) -> None:
+def test_verdicts_of_a_running_and_of_a_private_service_agree(npr: NprCommand) -> None:
     pairs = [("1/2", "\\boxed{0.5}", "correct"), ("7", "\\boxed{8}", "incorrect"), ("3", "\\boxed{3}", "incorrect")]
     records = [{"gold": gold, "response": response, "verdict": verdict} for gold, response, verdict in pairs]
     file = npr.folder / "answers.jsonl"

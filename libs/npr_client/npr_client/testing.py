@@ -1,0 +1,37 @@
+"""The `npr` command as a test runs it: a real process in one folder, with one local stack."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CALL_SECONDS = 600.0
+
+
+class NprCommand:
+    """`npr` in `folder`; its stack lives in `folder/npr` whatever NPR_* the caller's environment has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state_dir = folder / "npr"
+        foreign = {name: value for name, value in os.environ.items() if not name.startswith("NPR_")}
+        self.environment = {**foreign, "NPR_STATE_DIR": str(self.state_dir)}
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        """Starts a call and returns its process, with its output as text."""
+        return subprocess.Popen(
+            (sys.executable, "-m", "npr_client.cli.main", *arguments),
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *arguments: str, code: int | None = 0) -> tuple[str, str]:
+        """Standard output and error of a call. Raises AssertionError unless it ends with `code` (None: any)."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=CALL_SECONDS)
+        if code is not None and process.returncode != code:
+            raise AssertionError(f"npr {' '.join(arguments)} ended with {process.returncode}, not {code}: {err}")
+        return out, err
