@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens without ever holding the logits of a whole batch.
 
 Invariants:
-- At most `CHUNK_ELEMENTS` logits exist at a time, forward and backward; backward computes them again.
+- At most `chunk_elements` logits exist at a time, forward and backward; backward computes them again.
 - Softmax runs in float32 at least, in float64 where the hidden states are float64.
 - The entropy is a measurement: it carries no gradient.
 """
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-CHUNK_ELEMENTS = 1 << 26
+CPU_CHUNK_ELEMENTS = 1 << 22  # small enough for the allocator to hand out the same memory again
+GPU_CHUNK_ELEMENTS = 1 << 27
 
 
 def chosen_log_probs(
-    hidden_NH: torch.Tensor, head_VH: torch.Tensor, targets_N: torch.Tensor, chunk_elements: int = CHUNK_ELEMENTS
+    hidden_NH: torch.Tensor, head_VH: torch.Tensor, targets_N: torch.Tensor, chunk_elements: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(hidden @ head.T)[target] and the entropy of each distribution, in nats.
 
@@ -23,11 +24,13 @@ def chosen_log_probs(
         hidden_NH: final hidden states from which each token was drawn.
         head_VH: the output embedding, without bias.
         targets_N: the tokens that were drawn, int64.
-        chunk_elements: most logits to hold at once.
+        chunk_elements: most logits to hold at once; None lets the device choose.
 
     Returns:
         `log_probs_N`, differentiable with respect to hidden states and head, and `entropy_N`, detached.
     """
+    if chunk_elements is None:
+        chunk_elements = GPU_CHUNK_ELEMENTS if hidden_NH.is_cuda else CPU_CHUNK_ELEMENTS
     log_probs_N, entropy_N = _ChosenLogProbs.apply(hidden_NH, head_VH, targets_N, chunk_elements)  # type: ignore[no-untyped-call]
     return log_probs_N, entropy_N
 
@@ -43,10 +46,15 @@ class _ChosenLogProbs(torch.autograd.Function):
         )
         for chunk in _chunks(len(targets_N), len(head_VH), chunk_elements):
             logits_CV = _logits(hidden_NH[chunk], head_VH)
-            normalizer_N[chunk] = logits_CV.logsumexp(-1)
-            log_probs_CV = logits_CV - normalizer_N[chunk, None]
-            log_probs_N[chunk] = log_probs_CV.gather(-1, targets_N[chunk, None]).squeeze(-1)
-            entropy_N[chunk] = -(log_probs_CV.exp() * log_probs_CV).sum(-1)
+            peak_C = logits_CV.amax(-1)
+            weights_CV = (logits_CV - peak_C[:, None]).exp_()
+            total_C = weights_CV.sum(-1)
+            normalizer_C = peak_C + total_C.log()
+            chosen_C = logits_CV.gather(-1, targets_N[chunk, None]).squeeze(-1)
+            normalizer_N[chunk] = normalizer_C
+            log_probs_N[chunk] = chosen_C - normalizer_C
+            # -sum p log p, with log p = logits - normaliser and sum p = 1
+            entropy_N[chunk] = normalizer_C - torch.linalg.vecdot(weights_CV, logits_CV) / total_C
         ctx.save_for_backward(hidden_NH, head_VH, targets_N, normalizer_N)
         ctx.chunk_elements = chunk_elements
         ctx.mark_non_differentiable(entropy_N)
@@ -65,8 +73,16 @@ class _ChosenLogProbs(torch.autograd.Function):
             grad_CV.mul_(grad_N[chunk, None])
             rounded_CV = grad_CV.to(hidden_NH.dtype)
             grad_hidden_NH[chunk] = rounded_CV @ head_VH.to(hidden_NH.dtype)
-            grad_head_VH += rounded_CV.T @ hidden_NH[chunk]
+            _add_product(grad_head_VH, rounded_CV.T, hidden_NH[chunk])
         return grad_hidden_NH, grad_head_VH.to(head_VH.dtype), None, None
+
+
+def _add_product(total_VH: torch.Tensor, left_VC: torch.Tensor, right_CH: torch.Tensor) -> None:
+    """total += left @ right, in place where the types allow it; sums over chunks stay in the type of `total`."""
+    if total_VH.dtype == left_VC.dtype:
+        total_VH.addmm_(left_VC, right_CH)
+    else:
+        total_VH += left_VC @ right_CH
 
 
 def _logits(hidden_CH: torch.Tensor, head_VH: torch.Tensor) -> torch.Tensor:

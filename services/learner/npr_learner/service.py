@@ -2,6 +2,7 @@
 
 import grpc
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from npr.learner.v1 import learner_pb2, learner_pb2_grpc
 from npr_common.config import Addresses
@@ -39,6 +40,7 @@ class LearnerService:
 
     async def start(self) -> None:
         """Sets torch's threads; stages are loaded when they are asked for."""
+        disable_progress_bar()  # a service's log is no terminal
         if self._settings.torch_threads is not None:
             torch.set_num_threads(self._settings.torch_threads)
 
