@@ -64,7 +64,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Timing:
-    """One way to decode, measured."""
+    """One way to decode: engine steps and median seconds, one trajectory at a time or all at once."""
 
     steps: int
     batch_seconds: float
@@ -77,8 +77,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     subject = _subject(arguments.model)
     trees = _own_trees(subject, arguments.trees) if arguments.model else _trees(subject, arguments)
-    parallel = _measure(subject, trees, Visibility.PARALLEL, arguments.repeats)
-    autoregressive = _measure(subject, trees, Visibility.SEQUENTIAL, arguments.repeats)
+    parallel, autoregressive = _measure(subject, trees, arguments.repeats)
     generate_seconds = _generate(subject, trees, arguments.repeats)
     report = _report(subject, trees, parallel, autoregressive, generate_seconds)
     for name, value in report["ratios"].items():
@@ -159,11 +158,19 @@ def _own_trees(subject: Subject, count: int) -> list[Tree]:
     return [Tree(result.token_ids, result.prompt_length) for result in kept[:count]]
 
 
-def _measure(subject: Subject, trees: Sequence[Tree], visibility: Visibility, repeats: int) -> Timing:
-    batch = [_decode(subject, trees, visibility) for _ in range(repeats)]
-    answers = [_decode(subject, [tree], visibility)[1] for tree in trees[: 4 * repeats]]
-    steps = sum(_decode(subject, [tree], visibility)[0] for tree in trees)
-    return Timing(steps, statistics.median(seconds for _, seconds in batch), statistics.median(answers))
+def _measure(subject: Subject, trees: Sequence[Tree], repeats: int) -> list[Timing]:
+    """Parallel and autoregressive decoding in turns, so that a busy machine slows both alike."""
+    modes = (Visibility.PARALLEL, Visibility.SEQUENTIAL)
+    batches = [[_decode(subject, trees, mode)[1] for mode in modes] for _ in range(repeats)]
+    answers = [[_decode(subject, [tree], mode) for mode in modes] for tree in trees]
+    return [
+        Timing(
+            steps=sum(answer[index][0] for answer in answers),
+            batch_seconds=statistics.median(batch[index] for batch in batches),
+            answer_seconds=statistics.median(answer[index][1] for answer in answers),
+        )
+        for index in range(len(modes))
+    ]
 
 
 def _decode(subject: Subject, trees: Sequence[Tree], visibility: Visibility) -> tuple[int, float]:
