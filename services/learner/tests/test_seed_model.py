@@ -98,7 +98,7 @@ def test_corpus_shares_follow_the_mix() -> None:
 
 
 def test_without_weaknesses_the_corpus_is_always_right() -> None:
-    author = Author(random.Random(2), replace(Mix(), hasty_error=0.0, slip=0.0))
+    author = Author(random.Random(2), replace(Mix(), forgotten_carry=0.0, slip=0.0))
     for problem in TASK.problems(300, Split.TRAIN):
         answers = Counter(re.findall(r"\d+", author.response(problem).rsplit("\n", 1)[-1]))
         assert answers == Counter([problem.gold])

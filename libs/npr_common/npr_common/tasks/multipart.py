@@ -124,7 +124,7 @@ class MultipartTask:
 
     families: tuple[Family, ...] = tuple(Family)
     parts: tuple[int, int] = (2, 4)
-    factor: tuple[int, int] = (2, 9)
+    factor: tuple[int, int] = (2, 5)
     addend: tuple[int, int] = (1, 9)
 
     def __post_init__(self) -> None:

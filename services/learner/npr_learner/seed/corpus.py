@@ -5,7 +5,7 @@ now and then, mostly broken. Each weakness is put in on purpose, so that the thr
 each is one number in `Mix`:
 
 - form: few texts are well-formed; most that try the format break it in one of the ways of `Defect`;
-- haste: a part is often answered without working it out, and such an answer is often wrong;
+- haste: a part is often answered without working it out, and then a carry is mostly forgotten;
 - slips: even worked out, an operation sometimes goes wrong.
 
 A wrong value is carried on consistently, as a model's own slip would be.
@@ -24,14 +24,14 @@ from npr_common.tasks import Family, Part, Problem
 
 @dataclass(frozen=True)
 class Mix:
-    """Shares of the styles (the rest are sequential solutions), and error rates per value."""
+    """Shares of the styles (the rest are sequential solutions), and rates of errors per value."""
 
-    well_formed: float = 0.08
+    well_formed: float = 0.06
     defective: float = 0.38
     bare: float = 0.04
     haste: float = 0.45
-    hasty_error: float = 0.35
-    slip: float = 0.04
+    forgotten_carry: float = 0.75
+    slip: float = 0.07
 
 
 class Defect(Enum):
@@ -83,27 +83,29 @@ class Author:
 
     def _work(self, part: Part) -> Working:
         if self._rng.random() < self._mix.haste:
-            value = self._value(part.value, self._mix.hasty_error)
+            value = self._hasty_value(part)
             return Working(f"{part.expression}={value}", value)
-        product = self._value(part.product, self._mix.slip)
-        value = self._value(product + part.addend, self._mix.slip)
+        product = self._slipped(part.product)
+        value = self._slipped(product + part.addend)
         return Working(f"{part.left}*{part.right}={product},{product}+{part.addend}={value}", value)
+
+    def _hasty_value(self, part: Part) -> int:
+        carries = part.product % 10 + part.addend >= 10
+        return part.value - 10 if carries and self._rng.random() < self._mix.forgotten_carry else part.value
 
     def _reduce(self, family: Family, values: Sequence[int]) -> Working:
         if family is not Family.SUM:
-            value = self._value(family.reduce(values), 0.0)
+            value = family.reduce(values)
             return Working(f"{family.value}({','.join(map(str, values))})={value}", value)
         total, sums = values[0], []
         for value in values[1:]:
-            new = self._value(total + value, self._mix.slip)
+            new = self._slipped(total + value)
             sums.append(f"{total}+{value}={new}")
             total = new
         return Working(",".join(sums), total)
 
-    def _value(self, value: int, error_rate: float) -> int:
-        if self._rng.random() >= error_rate:
-            return value
-        return max(0, value + self._rng.choice(_SLIPS))
+    def _slipped(self, value: int) -> int:
+        return max(0, value + self._rng.choice(_SLIPS)) if self._rng.random() < self._mix.slip else value
 
 
 def sequential_text(parts: Sequence[Part], works: Sequence[Working], result: Working) -> str:

@@ -33,7 +33,7 @@ _TYPICAL_RESPONSE_TOKENS: Final = 80
 class SeedSettings:
     """What decides a seed model. Learning rates are the peaks of a cosine after a linear warm-up."""
 
-    steps: int = 3000
+    steps: int = 3500
     batch_size: int = 16
     warmup_steps: int = 30
     muon_learning_rate: float = 0.03
