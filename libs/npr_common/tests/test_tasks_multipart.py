@@ -44,7 +44,7 @@ def test_a_problem_depends_on_its_split_and_index_alone() -> None:
 
 def test_splits_are_disjoint() -> None:
     texts = {split: {problem.prompt_text for problem in TASK.problems(1500, split)} for split in Split}
-    assert all(len(found) > 1490 for found in texts.values())
+    assert all(len(found) > 1400 for found in texts.values())
     for one, other in pairwise([*Split, Split.TRAIN]):
         assert not texts[one] & texts[other]
 
