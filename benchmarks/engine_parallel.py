@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from npr.types.v1 import prompt_pb2
 from npr_common.dialects import load_dialect
+from npr_common.prompts import encode_prompt
 from npr_common.tags import TagIds
 from npr_common.tasks import MultipartTask, Split
 from npr_common.tokenizers import add_tag_tokens, load_tokenizer
@@ -39,7 +40,6 @@ from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.outcomes import Outcome, Visibility
 from npr_rollout.engine.request import FinishedEvent, Limits, Request
 from npr_rollout.engine.script import Script, ScriptedSampler
-from npr_rollout.messages import prompt_ids
 from npr_rollout.testing.models import tagged_tokenizer
 from npr_rollout.testing.trees import Tree, TreeMaker
 
@@ -147,7 +147,7 @@ def _own_trees(subject: Subject, count: int) -> list[Tree]:
     engine = Engine(subject.model, subject.tokenizer, DIALECT, EngineConfig(pages=4096))
     for problem in MultipartTask().problems(2 * count, Split.TEST):
         message = prompt_pb2.ChatMessage(role="user", content=problem.prompt_text)
-        ids = prompt_ids(prompt_pb2.Prompt(messages=[message]), subject.tokenizer)
+        ids = encode_prompt(subject.tokenizer, prompt_pb2.Prompt(messages=[message]))
         engine.submit(Request(problem.problem_id, tuple(ids), limits=Limits(max_tokens=400)))
     results = []
     while not engine.idle:

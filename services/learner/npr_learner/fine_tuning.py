@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from npr.buffer.v1 import buffer_pb2
-from npr.types.v1 import sampling_pb2, trajectory_pb2
+from npr.types.v1 import prompt_pb2, sampling_pb2, trajectory_pb2
 from npr_common.errors import FailedPreconditionError, NotFoundError
+from npr_common.prompts import encode_messages, encode_prompt
 from npr_learner.batch import Batch, Row, make_row, row_of_trajectory
-from npr_learner.canonical import ResponseEncoder, encode_messages, encode_prompt
+from npr_learner.canonical import ResponseEncoder
 from npr_learner.datasets import Example
 from npr_learner.gradient import GradientSummary, Observer, accumulate_gradient, trained_tokens
 from npr_learner.objectives import LossTerms, sft_loss
@@ -53,8 +54,8 @@ class RowMaker:
 
     def of_example(self, example: Example) -> Row | None:
         """A public trajectory."""
-        messages = [{"role": "user", "content": example.prompt}]
-        return self._of_text(encode_messages(self.policy.tokenizer, messages), example.response)
+        message = prompt_pb2.ChatMessage(role="user", content=example.prompt)
+        return self._of_text(encode_messages(self.policy.tokenizer, [message]), example.response)
 
     def _of_text(self, prompt_ids: list[int], response_text: str) -> Row | None:
         encoder = ResponseEncoder(self.policy.tokenizer, self.policy.dialect, self._parallel)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npr.types.v1 import sampling_pb2
+from npr_common.cues import Cue
 from npr_common.dialects import load_dialect
 from npr_common.schema import parse_text
 from npr_common.topology import topology
@@ -31,11 +32,11 @@ def test_separators_become_the_engines_whatever_they_were(spaces: list[str], ste
     pieces = canonical_pieces(written(spaces, steps), DIALECT)
     assert pieces == canonical_pieces(written([""], steps), DIALECT)
     assert pieces is not None
-    assert [piece.text for piece in pieces if piece.forced] == [
+    assert [piece.text for piece in pieces if isinstance(piece, Cue)] == [
         *(f"\n<step>{i}:" for i in range(1, steps + 1)),
         "\n<takeaway>",
     ]
-    joined = "".join(piece.text for piece in pieces)
+    joined = "".join(piece.text if isinstance(piece, Cue) else piece for piece in pieces)
     assert parse_text(joined, DIALECT).well_formed
 
 
@@ -72,8 +73,8 @@ def test_multiverse_blocks_get_their_own_cues() -> None:
     )
     pieces = canonical_pieces(text, dialect)
     assert pieces is not None
-    assert [piece.text for piece in pieces if piece.forced] == ["\n<Path>1:", "\n<Path>2:", "\n<Conclusion>"]
-    assert pieces[-1].text == "e</Conclusion></Parallel>f"
+    assert [piece.text for piece in pieces if isinstance(piece, Cue)] == ["\n<Path>1:", "\n<Path>2:", "\n<Conclusion>"]
+    assert pieces[-1] == "e</Conclusion></Parallel>f"
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120), st.integers(1, 3))

