@@ -80,9 +80,14 @@ class PolicyStore:
     def latest(self, line: str) -> policy_pb2.PolicyRef | None:
         """The newest version of a line, or None when nothing was published."""
         version = self._newest_version(line)
-        if version is None:
+        return None if version is None else self.find(line, version)
+
+    def find(self, line: str, version: int) -> policy_pb2.PolicyRef | None:
+        """One version of a line, or None when it was not published."""
+        try:
+            return self._ref(line, version, self._fs.cat_file(self._manifest_path(line, version)))
+        except FileNotFoundError:
             return None
-        return self._ref(line, version, self._fs.cat_file(self._manifest_path(line, version)))
 
     def manifest(self, ref: policy_pb2.PolicyRef) -> Manifest:
         """The verified manifest. Raises `NotFoundError`, or `DataLossError` when its bytes are not the digest's."""

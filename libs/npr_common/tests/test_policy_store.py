@@ -25,6 +25,12 @@ def test_what_is_published_is_materialized(store: PolicyStore) -> None:
     assert store.latest("run") == ref
 
 
+def test_any_version_of_a_line_is_found(store: PolicyStore) -> None:
+    refs = [store.publish("run", version, {"config.json": str(version).encode()}, METADATA) for version in (0, 2)]
+    assert [store.find("run", version) for version in range(4)] == [refs[0], None, refs[1], None]
+    assert store.find("other", 0) is None
+
+
 def test_publishing_twice_is_one_policy(store: PolicyStore) -> None:
     assert store.publish("run", 0, FILES, METADATA) == store.publish("run", 0, FILES, METADATA)
     with pytest.raises(AlreadyExistsError):

@@ -6,8 +6,6 @@ import hashlib
 import re
 from pathlib import Path
 
-import fsspec
-
 from npr.learner.v1 import learner_pb2, learner_pb2_grpc
 from npr.types.v1 import policy_pb2, sampling_pb2
 from npr_client.sdk.channels import Channels
@@ -70,22 +68,9 @@ def published_policy(store: PolicyStore, name: str) -> policy_pb2.PolicyRef:
     line, _, version = name.partition("@")
     if version and not version.isdigit():
         raise InvalidArgumentError(f"policy {name}: write LINE or LINE@VERSION, the version a number")
-    newest = store.latest(line)
-    if newest is None or (version and int(version) > newest.version):
+    found = store.find(line, int(version)) if version else store.latest(line)
+    if found is None:
         raise NotFoundError(
             f"no policy {name} in {store.root_url}: `npr runs` lists the runs", reason="POLICY_NOT_FOUND"
         )
-    return _older(newest, int(version)) if version else newest
-
-
-def _older(newest: policy_pb2.PolicyRef, version: int) -> policy_pb2.PolicyRef:
-    """A version of the same line: its manifest lies beside the newest one's."""
-    folder, _, _ = newest.manifest_url.rpartition("/")
-    url = f"{folder}/{version:08d}.json"
-    try:
-        with fsspec.open(url, "rb") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()
-    except FileNotFoundError as error:
-        message = f"no policy {newest.line}@{version}: versions go up to {newest.version}"
-        raise NotFoundError(message, reason="POLICY_NOT_FOUND") from error
-    return policy_pb2.PolicyRef(line=newest.line, version=version, manifest_url=url, digest=digest)
+    return found
