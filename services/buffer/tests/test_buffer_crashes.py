@@ -1,10 +1,7 @@
 """Many workers and two rival consumers, while Valkey and the buffer are killed: nothing lost, nothing used twice."""
 
 import asyncio
-import os
 import random
-import socket
-import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -14,36 +11,16 @@ from npr.buffer.v1 import buffer_pb2
 from npr_buffer.testing import keys_of, make_group, make_scored
 from npr_common.errors import FailedPreconditionError
 from npr_common.rpc import call_durably, connect
+from npr_common.testing.processes import service_process
 
 GROUPS, SAMPLES, WORKERS = 60, 2, 6
 
 
-class BufferProcess:
-    """`python -m npr_buffer` on one port, killed and started again."""
-
-    def __init__(self, redis_url, folder):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.log = folder / "buffer.log"
-        self.environment = {**os.environ, "NPR_LISTEN": self.address, "NPR_BUFFER_REDIS_URL": redis_url}
-
-    async def start(self):
-        with self.log.open("ab") as output:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "npr_buffer", env=self.environment, stdout=output, stderr=output
-            )
-
-    async def kill(self):
-        self.process.kill()
-        await self.process.wait()
-
-    async def __aenter__(self):
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_):
-        await self.kill()
+@pytest.fixture
+def own_buffer(own_valkey, tmp_path):
+    """A buffer process to kill."""
+    with service_process("npr_buffer", tmp_path, {"NPR_BUFFER_REDIS_URL": own_valkey.url}) as process:
+        yield process
 
 
 async def keep_every_write(valkey):
@@ -133,9 +110,9 @@ class Chaos:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_whatever_is_killed_every_group_is_consumed_exactly_once(own_valkey, make_client, tmp_path, seed):
+async def test_whatever_is_killed_every_group_is_consumed_exactly_once(own_valkey, own_buffer, make_client, seed):
     await keep_every_write(own_valkey)
-    async with BufferProcess(own_valkey.url, tmp_path) as process, connect(process.address) as channel:
+    async with connect(own_buffer.address) as channel:
         client = make_client(channel)
         chaos = Chaos(client, seed)
         groups = [make_group("r", f"g{i}", samples=SAMPLES, priority=i % 3) for i in range(GROUPS)]
@@ -147,8 +124,8 @@ async def test_whatever_is_killed_every_group_is_consumed_exactly_once(own_valke
             own_valkey.start()
             await keep_every_write(own_valkey)
             await chaos.consumed_at_least(GROUPS // 2)
-            await process.kill()
-            await process.start()
+            own_buffer.kill()
+            await asyncio.to_thread(own_buffer.start)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(kill_things())

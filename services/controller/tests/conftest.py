@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from npr_common.rpc import connect
+from npr_common.testing.processes import service_process
 from npr_common.testing.valkey import ValkeyProcess, valkey_server
-from npr_controller.testing import ServiceProcess
 
 
 @pytest.fixture(scope="session")
@@ -20,10 +20,9 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
 @pytest.fixture(scope="session")
 def buffer_address(valkey: ValkeyProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The buffer service as its own process."""
-    address_file = tmp_path_factory.mktemp("buffer") / "address"
-    process = ServiceProcess("npr_buffer", {"NPR_BUFFER_REDIS_URL": valkey.url}, address_file)
-    yield process.address
-    process.terminate()
+    environment = {"NPR_BUFFER_REDIS_URL": valkey.url}
+    with service_process("npr_buffer", tmp_path_factory.mktemp("buffer"), environment) as process:
+        yield process.address
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
+from scripted_worker import WELL_FORMED
 
 from npr_controller.measures import Measures
 from npr_controller.recipe import PublishedPolicy
@@ -18,7 +19,6 @@ from npr_controller.stages.records import (
     TunedRecord,
 )
 from npr_controller.state import RunRecord
-from npr_controller.testing.worker import WELL_FORMED
 
 REQUIRED = {
     "name",

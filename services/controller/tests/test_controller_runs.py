@@ -13,6 +13,8 @@ from uuid import uuid4
 import grpc
 import pytest
 import yaml
+from scripted_learner import ScriptedLearner
+from scripted_worker import Script, work
 
 from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from npr.controller.v1 import controller_pb2 as pb
@@ -20,12 +22,12 @@ from npr.controller.v1 import controller_pb2_grpc
 from npr.learner.v1 import learner_pb2
 from npr_common.config import Addresses
 from npr_common.rpc import AlreadyExistsError, InvalidArgumentError, NotFoundError, connect, rpc_errors
+from npr_common.testing.processes import ServiceProcess
 from npr_common.testing.servers import running_server
 from npr_common.testing.valkey import ValkeyProcess
 from npr_controller.service import ControllerService
 from npr_controller.settings import ControllerSettings
 from npr_controller.state import EventRecord, RunStore, StoreUnavailableError, keys
-from npr_controller.testing import Script, ScriptedLearner, ServiceProcess, work
 
 LEARNING = {"learning_rate": 0.001}
 RECIPE = {
@@ -325,9 +327,9 @@ async def test_kill_9_of_the_leading_process_loses_nothing(
             seen: set[str] = set()
             kills = 0
             finished = False
+            process = ServiceProcess("npr_controller", tmp_path, environment)
             while not finished:
-                address_file = tmp_path / f"address-{kills}"
-                process = await asyncio.to_thread(ServiceProcess, "npr_controller", environment, address_file)
+                await asyncio.to_thread(process.start)
                 async with connect(process.address) as channel:
                     finished = await _until_new_event(system.run_id, channel, seen)
                 process.kill()

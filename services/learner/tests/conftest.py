@@ -1,19 +1,13 @@
 """A world of small trajectories, and a real buffer process on a real Valkey, shared by all tests."""
 
-import os
-import subprocess
-import sys
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from npr.learner.v1 import learner_pb2, learner_pb2_grpc
@@ -21,13 +15,12 @@ from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
 from npr_common.config import Addresses
 from npr_common.errors import rpc_errors
 from npr_common.rpc import connect
+from npr_common.testing.processes import service_process
 from npr_common.testing.servers import running_server
 from npr_common.testing.valkey import valkey_server
 from npr_learner.service import LearnerService
 from npr_learner.settings import LearnerSettings
 from npr_learner.testing import WORDS, World, make_world, qwen3, word_tokenizer
-
-START_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -35,51 +28,14 @@ def world() -> World:
     return make_world()
 
 
-def wait_until_serving(address_file: Path, process: "subprocess.Popen[bytes]") -> str:
-    """The address of a service process, once it is healthy."""
-    deadline = time.monotonic() + START_SECONDS
-    while not address_file.exists() or not is_serving(address_file.read_text()):
-        assert process.poll() is None, f"the process ended with {process.returncode}"
-        assert time.monotonic() < deadline, "the process is not healthy"
-        time.sleep(0.02)
-    return address_file.read_text()
-
-
-def is_serving(address: str) -> bool:
-    with grpc.insecure_channel(address) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), timeout=START_SECONDS, wait_for_ready=True
-        )
-    return answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-@contextmanager
-def service_process(
-    module: str, folder: Path, environment: dict[str, str]
-) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """`python -m module` on loopback; yields its address and the process, which is killed at the end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    address_file = folder / f"{uuid.uuid4().hex}.address"
-    settings = {"NPR_LISTEN": "127.0.0.1:0", "NPR_ADDRESS_FILE": str(address_file), "OMP_NUM_THREADS": "1"}
-    with (folder / "process.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module], env={**os.environ, **settings, **environment}, stdout=log, stderr=log
-        )
-        try:
-            yield wait_until_serving(address_file, process), process
-        finally:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="session")
 def buffer_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("buffer")
     with (
         valkey_server(folder / "valkey") as valkey,
-        service_process("npr_buffer", folder, {"NPR_BUFFER_REDIS_URL": valkey.url}) as (address, _),
+        service_process("npr_buffer", folder, {"NPR_BUFFER_REDIS_URL": valkey.url}) as process,
     ):
-        yield address
+        yield process.address
 
 
 @dataclass
@@ -210,11 +166,6 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path, buffer_address: str) -> Rig:
     return Rig(tmp_path, buffer_address)
-
-
-@pytest.fixture
-def start_process() -> Callable[..., object]:
-    return service_process
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from npr.learner.v1 import learner_pb2
 from npr.types.v1 import policy_pb2
 from npr_common.errors import NprError, UnavailableError
 from npr_common.policy_store import PolicyStore
+from npr_common.testing.processes import service_process
 from npr_learner.checkpoint import CheckpointStore
 from npr_learner.experience import Experience
 from npr_learner.stages import Stages
@@ -118,9 +119,7 @@ async def test_a_crash_at_any_point_of_a_step_changes_nothing(
     assert crashes >= 1
 
 
-async def test_kill_9_at_any_moment_changes_nothing(
-    rig: Any, new_rig: Callable[[], Any], start_process: Callable[..., Any]
-) -> None:
+async def test_kill_9_at_any_moment_changes_nothing(rig: Any, new_rig: Callable[[], Any]) -> None:
     expected = await expected_of(rig, new_rig)
     environment = {
         "NPR_BUFFER_ADDRESS": rig.buffer_address,
@@ -131,8 +130,8 @@ async def test_kill_9_at_any_moment_changes_nothing(
     }
     outcome = None
     for life_seconds in (0.3, 0.8, None):
-        with start_process("npr_learner", rig.folder, environment) as (address, process):
-            async with rig.connected(address):
+        with service_process("npr_learner", rig.folder, environment) as process:
+            async with rig.connected(process.address):
                 work = asyncio.create_task(job(rig))
                 if life_seconds is None:
                     outcome = await work

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 from npr.reward.v1 import reward_pb2, reward_pb2_grpc
 from npr_common.errors import ResourceExhaustedError
 from npr_common.rpc.client import connect
+from npr_common.testing.processes import ServiceProcess, service_process
 from npr_reward.sandbox import Job, Limits, SandboxPool
 from npr_reward.verdict import VerdictKind
 from npr_reward.verifiers import BUILT_IN
@@ -169,43 +170,38 @@ def descendants(pid: int) -> list[int]:
     return [found for child in children(pid) for found in (child, *descendants(child))]
 
 
-@asynccontextmanager
-async def service_process(folder: Path) -> AsyncIterator[tuple[subprocess.Popen[bytes], str]]:
-    """A reward service in a process of its own, ready, and its address."""
-    address = folder / "address"
-    environment = os.environ | {
-        "NPR_ADDRESS_FILE": str(address),
+@pytest.fixture
+def reward_process(tmp_path: Path) -> Iterator[ServiceProcess]:
+    """A reward service in a process of its own, with its family of four."""
+    environment = {
         "NPR_REWARD_WORKERS": "2",
         "NPR_REWARD_EXTRA_VERIFIERS": f'["{HOSTILE}"]',
         "PYTHONPATH": str(Path(__file__).parent),
     }
-    with subprocess.Popen([sys.executable, "-m", "npr_reward"], env=environment) as process:  # noqa: ASYNC220
-        try:
-            # the fork server, multiprocessing's resource tracker and two workers
-            await until(lambda: address.exists() and len(descendants(process.pid)) == 4, "the service to start")
-            yield process, address.read_text()
-        finally:
-            process.kill()
+    with service_process("npr_reward", tmp_path, environment) as process:
+        # the fork server, multiprocessing's resource tracker and two workers
+        assert len(descendants(process.pid)) == 4
+        yield process
 
 
-async def test_no_process_outlives_a_killed_service_not_even_a_busy_one(tmp_path: Path) -> None:
+async def test_no_process_outlives_a_killed_service_not_even_a_busy_one(
+    reward_process: ServiceProcess, tmp_path: Path
+) -> None:
     marker = tmp_path / "begun"
     item = reward_pb2.ScoreItem(response_text=f"\\boxed{{loop-once {marker}}}", verifier="hostile")
-    async with service_process(tmp_path) as (process, address), connect(address) as channel:
+    async with connect(reward_process.address) as channel:
         call = reward_pb2_grpc.RewardServiceStub(channel).Score(reward_pb2.ScoreRequest(items=[item]))
         await until(marker.exists, "the job to begin")
-        family = descendants(process.pid)
-        process.kill()
+        family = descendants(reward_process.pid)
+        reward_process.kill()
         await until(lambda: not any(map(lives, family)), "the sandbox to end")
         call.cancel()
 
 
-async def test_sigterm_ends_the_service_and_its_sandbox(tmp_path: Path) -> None:
-    async with service_process(tmp_path) as (process, _):
-        family = descendants(process.pid)
-        process.terminate()
-        assert await asyncio.to_thread(process.wait, 60) == 0
-        await until(lambda: not any(map(lives, family)), "the sandbox to end")
+async def test_sigterm_ends_the_service_and_its_sandbox(reward_process: ServiceProcess) -> None:
+    family = descendants(reward_process.pid)
+    assert await asyncio.to_thread(reward_process.stop) == 0
+    await until(lambda: not any(map(lives, family)), "the sandbox to end")
 
 
 def test_cpu_time_is_limited_even_without_the_service() -> None:

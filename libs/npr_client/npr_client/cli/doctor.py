@@ -22,9 +22,9 @@ from npr_client.cli.options import JsonOption, StateDirOption
 from npr_client.cli.output import Output
 from npr_client.stack.components import SERVICES
 from npr_client.stack.layout import StateDir
-from npr_client.stack.ports import free_port
 from npr_common.embedded_valkey import valkey_command
 from npr_common.errors import NprError
+from npr_common.ports import free_port
 
 UNFIT = 1
 GIB = 1024**3

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from npr_client.stack.layout import StateDir
-from npr_client.stack.ports import free_port, is_free, port_of
 from npr_client.stack.probes import Health, grpc_health, valkey_health
 from npr_common.embedded_valkey import valkey_command
 from npr_common.errors import InvalidArgumentError
+from npr_common.ports import free_port, is_free, port_of
 
 LOOPBACK = "127.0.0.1"
 

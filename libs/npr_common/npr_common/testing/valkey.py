@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from npr_common.embedded_valkey import valkey_command
+from npr_common.ports import free_port
 
 START_SECONDS = 10.0
 
@@ -17,7 +18,7 @@ class ValkeyProcess:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -53,13 +54,6 @@ def valkey_server(folder: Path) -> Iterator[ValkeyProcess]:
         yield process
     finally:
         process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _answers(port: int) -> bool:

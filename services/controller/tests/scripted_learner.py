@@ -65,7 +65,7 @@ class ScriptedLearner(learner_pb2_grpc.LearnerServiceServicer):
             del stage.results[stage.durable :]
             del stage.groups[stage.durable :]
 
-    async def StartStage(  # noqa: N802 - the contract's name
+    async def StartStage(
         self, request: learner_pb2.StartStageRequest, context: "Context"
     ) -> learner_pb2.StartStageResponse:
         """Idempotent by run and stage."""
@@ -77,7 +77,7 @@ class ScriptedLearner(learner_pb2_grpc.LearnerServiceServicer):
         stage = self.stages[key]
         return learner_pb2.StartStageResponse(policy=stage.policy, next_step=len(stage.results))
 
-    async def TrainStep(  # noqa: N802
+    async def TrainStep(
         self, request: learner_pb2.TrainStepRequest, context: "Context"
     ) -> AsyncIterator[learner_pb2.TrainStepResponse]:
         """One step, or its stored result."""
@@ -92,7 +92,7 @@ class ScriptedLearner(learner_pb2_grpc.LearnerServiceServicer):
                 await self._step(stage, request)
         yield learner_pb2.TrainStepResponse(result=stage.results[request.step])
 
-    async def FineTune(  # noqa: N802
+    async def FineTune(
         self, request: learner_pb2.FineTuneRequest, context: "Context"
     ) -> AsyncIterator[learner_pb2.FineTuneResponse]:
         """All epochs, or the stored result."""
