@@ -148,6 +148,37 @@ def test_settings_change_a_recipe_by_path_name_and_number(nowhere: Path) -> None
     assert read_recipe(recipe(nowhere)) == yaml.safe_load(recipe(nowhere).read_text(encoding="utf-8"))
 
 
+def test_local_paths_of_a_recipe_are_the_callers(nowhere: Path) -> None:
+    content = {
+        "model": "models/one",
+        "dialect": "tags.yaml",
+        "data": {
+            "train": {"kind": "file", "url": "data/a.jsonl", "limit": 3},
+            "test": {
+                "near": {"kind": "file", "url": str(nowhere / "b.jsonl")},
+                "far": {"kind": "file", "url": "s3://x/c"},
+            },
+        },
+        "stages": [{"kind": "multiverse", "dataset_url": "d.jsonl"}, {"kind": "npr", "steps": 2}],
+        "prompt": {"user": "model: {problem}"},
+    }
+    path = nowhere / "somewhere" / "recipe.yaml"
+    path.parent.mkdir()
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    expected = json.loads(
+        json.dumps(content)
+        .replace('"models/', f'"{nowhere}/models/')
+        .replace('"tags', f'"{nowhere}/tags')
+        .replace('"data/', f'"{nowhere}/data/')
+        .replace('"d.jsonl', f'"{nowhere}/d.jsonl')
+    )
+    assert read_recipe(path) == expected
+    kept = {"model": "bundled:tiny", "dialect": "multiverse"}
+    changed = read_recipe(path, [f"{key}={value}" for key, value in kept.items()])
+    assert changed == expected | kept
+    assert read_recipe(path, ["model=other"])["model"] == str(nowhere / "other")
+
+
 @pytest.mark.parametrize(
     ("setting", "told"),
     [

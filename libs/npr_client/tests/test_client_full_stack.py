@@ -126,6 +126,20 @@ def test_evaluations_take_models_and_published_policies(npr: NprCommand) -> None
     assert "/nowhere is not there" in err
 
 
+def test_a_recipes_paths_are_those_of_the_callers_folder(npr: NprCommand) -> None:
+    caller = NprCommand(npr.folder / "caller")  # the stack was started one folder above
+    (caller.folder / "data").mkdir(parents=True)
+    (caller.folder / "data" / "own.jsonl").write_text(
+        json.dumps({"question": PROBLEM, "answer": "36"}) + "\n", encoding="utf-8"
+    )
+    evaluation = RECIPE.partition("stages:")[0].replace("test: {", "test: {own: {kind: file, url: data/own.jsonl}, ")
+    (caller.folder / "own.yaml").write_text(evaluation, encoding="utf-8")
+    out, _ = caller("run", "own.yaml", "--state-dir", str(npr.state_dir), "--run-id", "own", "--json")
+    report = Path(out.splitlines()[-1])
+    assert report.is_relative_to(caller.folder)
+    assert set(json.loads(report.read_bytes())["stages"][0]["benchmarks"]) == {"own", "multipart"}
+
+
 def test_verdicts_of_a_running_and_of_a_private_service_agree(npr: NprCommand) -> None:
     pairs = [("1/2", "\\boxed{0.5}", "correct"), ("7", "\\boxed{8}", "incorrect"), ("3", "\\boxed{3}", "incorrect")]
     records = [{"gold": gold, "response": response, "verdict": verdict} for gold, response, verdict in pairs]

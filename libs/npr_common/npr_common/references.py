@@ -1,7 +1,8 @@
 """Names of models and data sets in recipes, resolved to a path or fsspec URL.
 
-Three forms: `package:MODULE/PATH` is a file or folder that an installed Python package ships (the module is located,
-never imported); anything with `://` is an fsspec URL and stays as it is; the rest is a local path.
+Four forms: `package:MODULE/PATH` is a file or folder that an installed Python package ships (the module is located,
+never imported); `bundled:NAME` is a model that the learner ships; anything with `://` is an fsspec URL and stays as it
+is; the rest is a local path.
 """
 
 import importlib.util
@@ -10,6 +11,7 @@ from pathlib import Path
 from npr_common.errors import NotFoundError
 
 PACKAGE_PREFIX = "package:"
+BUNDLED_PREFIX = "bundled:"
 
 
 def resolve_reference(reference: str) -> str:
@@ -22,6 +24,13 @@ def resolve_reference(reference: str) -> str:
     if not path.exists():
         raise NotFoundError(f"{reference} is not there: correct the path in the recipe", reason="REFERENCE_NOT_FOUND")
     return str(path)
+
+
+def absolute_reference(reference: str) -> str:
+    """The same reference as a process in another folder understands it: a local path becomes absolute."""
+    if "://" in reference or reference.startswith((PACKAGE_PREFIX, BUNDLED_PREFIX)):
+        return reference
+    return str(Path(reference).expanduser().absolute())
 
 
 def _in_package(reference: str) -> Path:

@@ -6,7 +6,7 @@ import pytest
 
 import npr_common
 from npr_common.errors import NotFoundError
-from npr_common.references import resolve_reference
+from npr_common.references import absolute_reference, resolve_reference
 
 
 def test_a_package_file_is_located_without_import() -> None:
@@ -16,6 +16,18 @@ def test_a_package_file_is_located_without_import() -> None:
 def test_urls_stay_and_paths_must_exist(tmp_path: Path) -> None:
     assert resolve_reference("s3://bucket/model") == "s3://bucket/model"
     assert resolve_reference(str(tmp_path)) == str(tmp_path)
+
+
+def test_an_absolute_reference_means_the_same_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "one").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    told = absolute_reference("models/one")
+    monkeypatch.chdir("/")
+    assert resolve_reference(told) == str(tmp_path / "models" / "one")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert absolute_reference("~/models") == str(tmp_path / "models")
+    for elsewhere in ("s3://bucket/model", "package:npr_common/py.typed", "bundled:tiny", "/absolute"):
+        assert absolute_reference(elsewhere) == elsewhere
 
 
 @pytest.mark.parametrize(

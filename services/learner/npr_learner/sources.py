@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM
 from npr.learner.v1 import learner_pb2
 from npr_common.errors import InvalidArgumentError, NotFoundError
 from npr_common.policy_store import PolicyStore
-from npr_common.references import resolve_reference
+from npr_common.references import BUNDLED_PREFIX, resolve_reference
 from npr_common.tokenizers import TokenizerError, load_tokenizer
 from npr_learner.forward import check_supported
 from npr_learner.policy import empty_model
 
-BUNDLED_PREFIX = "bundled:"
 _BUNDLED_PACKAGE = "npr_learner.seed"
 
 

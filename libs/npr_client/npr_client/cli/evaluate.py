@@ -12,13 +12,14 @@ import typer
 
 from npr_client.cli.options import JsonOption, StateDirOption, with_client
 from npr_client.cli.output import Output
-from npr_client.cli.policies import ModelOption, PolicyOption, absolute_model, find_policy
+from npr_client.cli.policies import ModelOption, PolicyOption, find_policy
 from npr_client.cli.recipes import to_yaml
 from npr_client.cli.runs import RunsDirOption, ensure_stack, finish, going_on
 from npr_client.render.tables import stages_table
 from npr_client.sdk import NprClient
 from npr_client.stack.layout import StateDir
 from npr_common.errors import InvalidArgumentError
+from npr_common.references import absolute_reference
 
 GENERATED_COUNT = 200
 
@@ -70,7 +71,7 @@ def _weights(model: str | None, policy: str | None, state_dir: StateDir) -> dict
     if (model is None) == (policy is None):
         raise InvalidArgumentError("give either --model or --policy")
     if policy is None:
-        return {"model": absolute_model(model or "")}
+        return {"model": absolute_reference(model or "")}
     found = find_policy(policy, state_dir)
     reference = {"line": found.line, "version": found.version}
     return {"policy": {**reference, "manifest_url": found.manifest_url, "digest": found.digest}}
@@ -88,9 +89,8 @@ def _source(text: str, limit: int | None, verifier: str | None) -> tuple[str, di
     if where.startswith("reasoning_gym:"):
         family = where.removeprefix("reasoning_gym:")
         return name, {"kind": "reasoning_gym", "family": family, "count": limit or GENERATED_COUNT, **judged}
-    # The controller may run in another folder.
-    url = str(Path(where).absolute()) if Path(where).exists() else where
-    return name, {"kind": "file", "url": url, **judged, **({"limit": limit} if limit else {})}
+    limited = {"limit": limit} if limit else {}
+    return name, {"kind": "file", "url": absolute_reference(where), **judged, **limited}
 
 
 def _decoding(temperature: float, max_tokens: int | None) -> dict[str, Any]:

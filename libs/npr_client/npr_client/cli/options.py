@@ -12,8 +12,9 @@ import typer
 from npr_client.sdk.addresses import ServiceAddresses
 from npr_client.sdk.client import NprClient
 from npr_client.stack.layout import STATE_DIR_VARIABLE, StateDir
-from npr_common.dialects import Dialect, DialectError, load_dialect
+from npr_common.dialects import Dialect, DialectError, bundled_dialects, load_dialect
 from npr_common.errors import InvalidArgumentError
+from npr_common.references import absolute_reference
 
 T = TypeVar("T")
 
@@ -23,6 +24,11 @@ StateDirOption = Annotated[
     typer.Option("--state-dir", envvar=STATE_DIR_VARIABLE, help="Folder of the local stack.", show_default=".npr"),
 ]
 DialectOption = Annotated[str, typer.Option(help="Dialect of the tags: a bundled name or a YAML file.")]
+
+
+def absolute_dialect(name: str) -> str:
+    """A bundled dialect's name as it is, or a file's path as a service in another folder understands it."""
+    return name if name in bundled_dialects() else absolute_reference(name)
 
 
 def dialect_named(name: str) -> Dialect:

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from npr.types.v1 import policy_pb2
-from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, with_client
+from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, absolute_dialect, with_client
 from npr_client.cli.output import Output
 from npr_client.sdk import NprClient
 from npr_client.sdk.policies import published_policy
@@ -17,6 +17,7 @@ from npr_client.stack.layout import StateDir
 from npr_common.config import Addresses
 from npr_common.errors import FailedPreconditionError, InvalidArgumentError
 from npr_common.policy_store import PolicyStore
+from npr_common.references import absolute_reference
 
 ModelOption = Annotated[
     str | None, typer.Option(help="A model: a folder, a URL, `bundled:NAME` or `package:MODULE/FILE`.")
@@ -32,9 +33,8 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Publishes a model as a policy, so that jobs can name it; prints LINE@VERSION."""
-    published = with_client(
-        state_dir, lambda client: client.policies.publish_model(absolute_model(model), line=line, dialect=dialect)
-    )
+    source, tags = absolute_reference(model), absolute_dialect(dialect)
+    published = with_client(state_dir, lambda client: client.policies.publish_model(source, line=line, dialect=tags))
     Output(as_json).result(published, Text(f"{published.line}@{published.version}"))
 
 
@@ -57,15 +57,10 @@ async def chosen_policy(
     if model is not None and policy is not None:
         raise InvalidArgumentError("give --model or --policy, not both")
     if model is not None:
-        return await client.policies.publish_model(absolute_model(model))
+        return await client.policies.publish_model(absolute_reference(model))
     if policy is not None:
         return find_policy(policy, StateDir.at(state_dir))
     if not (await client.engine_status()).HasField("policy"):
         message = "no policy is being served: name one with --policy RUN, or a model with --model MODEL"
         raise FailedPreconditionError(message, reason="NO_POLICY")
     return None
-
-
-def absolute_model(model: str) -> str:
-    """A local path in a form that a service in another folder understands."""
-    return str(Path(model).absolute()) if Path(model).exists() else model

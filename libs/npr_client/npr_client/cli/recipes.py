@@ -1,18 +1,32 @@
-"""A recipe file on its way to the controller: read, changed by `--set`, sent as YAML. The controller validates it."""
+"""A recipe file on its way to the controller: read, changed by `--set`, sent as YAML. The controller validates it.
+
+Invariant: relative paths of models, data and dialects are of the caller's folder, and leave it as absolute ones: the
+stack may have been started anywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from npr_client.cli.options import absolute_dialect
 from npr_common.errors import InvalidArgumentError, NotFoundError
+from npr_common.references import absolute_reference
+
+_ABSOLUTE: Mapping[str, Callable[[str], str]] = {
+    "model": absolute_reference,
+    "url": absolute_reference,
+    "dataset_url": absolute_reference,
+    "dialect": absolute_dialect,
+}
+"""The keys that name files, wherever in a recipe they stand."""
 
 
 def read_recipe(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """The recipe in a file with `key=value` settings applied.
+    """The recipe in a file with `key=value` settings applied and local paths made absolute.
 
     Raises:
         NotFoundError: there is no such file.
@@ -29,13 +43,23 @@ def read_recipe(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
     recipe: dict[str, Any] = content
     for setting in settings:
         recipe = _with_setting(recipe, setting)
-    return recipe
+    return {key: _with_absolute_paths(key, value) for key, value in recipe.items()}
 
 
 def to_yaml(recipe: Mapping[str, Any]) -> str:
     """The recipe as YAML, keys in their order."""
     text: str = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
     return text
+
+
+def _with_absolute_paths(key: str, value: Any) -> Any:
+    """A copy of what the key holds in which every reference to a file is one that any process understands."""
+    if isinstance(value, dict):
+        return {inner: _with_absolute_paths(inner, item) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_paths(key, item) for item in value]
+    make_absolute = _ABSOLUTE.get(key)
+    return make_absolute(value) if make_absolute is not None and isinstance(value, str) else value
 
 
 def _with_setting(recipe: dict[str, Any], setting: str) -> dict[str, Any]:
