@@ -104,6 +104,18 @@ def test_a_problems_own_braces_survive_the_template() -> None:
     assert user.content == "Solve: \\frac{1}{2} {problem}"
 
 
+def test_worked_examples_are_turns_before_the_problem() -> None:
+    example = {"problem": "1 + 1", "response": "\\boxed{2}"}
+    recipe = _with(prompt={"system": "Be brief.", "examples": [example], "user": "Solve: {problem}"})
+    turns = [(message.role, message.content) for message in recipe.prompt.messages("3 + 4")]
+    assert turns == [
+        ("system", "Be brief."),
+        ("user", "Solve: 1 + 1"),
+        ("assistant", "\\boxed{2}"),
+        ("user", "Solve: 3 + 4"),
+    ]
+
+
 def test_learning_options_are_only_those_that_are_set() -> None:
     [stage] = _with().stages
     assert stage.learning.options(seed=3) == {"learning_rate": 0.001, "seed": 3}

@@ -21,10 +21,21 @@ from npr_controller.recipe.stages import Stage
 SEED_STAGE = "seed"
 
 
+class WorkedExample(RecipePart):
+    """A problem with its response, shown as two turns before the problem that is asked."""
+
+    problem: str
+    response: str
+
+
 class PromptTemplate(RecipePart):
-    """How a problem becomes a conversation; the policy's chat template turns it into tokens."""
+    """How a problem becomes a conversation; the policy's chat template turns it into tokens.
+
+    Worked examples are part of the prompt: tags in them are plain text there and never open a block.
+    """
 
     system: str | None = None
+    examples: tuple[WorkedExample, ...] = ()
     user: str = "{problem}"
 
     @field_validator("user")
@@ -36,10 +47,16 @@ class PromptTemplate(RecipePart):
 
     def messages(self, problem: str) -> list[prompt_pb2.ChatMessage]:
         """The conversation about a problem. Braces of the problem's own text are left alone."""
-        user = prompt_pb2.ChatMessage(role="user", content=self.user.replace("{problem}", problem))
-        if self.system is None:
-            return [user]
-        return [prompt_pb2.ChatMessage(role="system", content=self.system), user]
+        system = [("system", self.system)] if self.system is not None else []
+        shown = [turn for example in self.examples for turn in self._turns(example)]
+        turns = [*system, *shown, ("user", self._asked(problem))]
+        return [prompt_pb2.ChatMessage(role=role, content=content) for role, content in turns]
+
+    def _turns(self, example: WorkedExample) -> tuple[tuple[str, str], tuple[str, str]]:
+        return ("user", self._asked(example.problem)), ("assistant", example.response)
+
+    def _asked(self, problem: str) -> str:
+        return self.user.replace("{problem}", problem)
 
 
 class Evaluation(RecipePart):

@@ -54,7 +54,6 @@ async def roll_out(ctx: RunContext, batch: Batch) -> RolledOut:
     """Has a batch decoded and scored, and waits for the last group."""
     started = time.monotonic()
     groups = [_group(ctx, batch, place) for place in range(len(batch.groups))]
-    groups = [_group(ctx, batch, place) for place in range(len(batch.groups))]
     await ctx.buffer.enqueue(batch.channel, groups)
     async for counts in ctx.buffer.watch(batch.channel, ctx.limits.stall_seconds):
         await ctx.journal.progress(EventKind.ROLLOUT_PROGRESS, "", _progress(counts))

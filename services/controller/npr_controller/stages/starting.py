@@ -5,6 +5,7 @@ import time
 
 from npr.learner.v1 import learner_pb2
 from npr_controller.recipe import (
+    SEED_STAGE,
     AnyStage,
     NprStage,
     PublishedPolicy,
@@ -17,9 +18,12 @@ from npr_controller.state import EventKind
 
 
 def model_source(ctx: RunContext) -> learner_pb2.ModelSource:
-    """The recipe's own model."""
+    """The recipe's own model, as the run's first policy once it is one: a model is fetched and converted once a run."""
     if ctx.recipe.policy is not None:
         return learner_pb2.ModelSource(policy=ctx.recipe.policy.to_proto())
+    seed = ctx.journal.fact(f"{SEED_STAGE}/start", StartRecord)
+    if seed is not None:
+        return learner_pb2.ModelSource(policy=seed.policy.to_proto())
     return learner_pb2.ModelSource(model=ctx.recipe.model or "")
 
 
