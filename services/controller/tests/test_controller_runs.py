@@ -125,6 +125,19 @@ async def test_three_stages_end_with_a_report_and_a_clean_audit(make_system) -> 
             assert row["accuracy_low"] <= row["accuracy"] <= row["accuracy_high"]
 
 
+async def test_a_model_is_loaded_once_and_every_stage_starts_from_what_it_became(make_system) -> None:
+    async with make_system() as system:
+        await system.create()
+        await system.rest()
+        stages = system.learner.stages
+        sources = {name: stages[system.run_id, name].request.source for name in ("seed", "zero", "beta", "npr")}
+        assert sources["seed"].model == "bundled:tiny"
+        seed = stages[system.run_id, "seed"].policy
+        assert sources["zero"].policy == seed, "zero and beta start from the recipe's model"
+        assert sources["beta"].policy == seed
+        assert sources["npr"].policy == stages[system.run_id, "beta"].policy, "npr from the stage before it"
+
+
 async def test_creating_a_run_again_answers_with_it_and_another_recipe_is_refused(make_system) -> None:
     async with make_system() as system:
         first = await system.create()
