@@ -90,6 +90,12 @@ def test_a_run_writes_its_report_and_prints_its_path_last(npr: NprCommand) -> No
     assert "step finished 1/1" in err
     assert "sound" in npr("audit", "r1")[0]
 
+    folder = npr.folder / "exported"
+    npr("export", "r1", str(folder))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    _, err = npr("export", "r1", str(folder), code=2)
+    assert "nothing is overwritten" in err
+
     _, err = npr("run", "recipe.yaml", "--set", "stages.zero.stepz=1", code=2)
     assert "stepz: unknown key" in err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -38,12 +39,33 @@ def publish(
     Output(as_json).result(published, Text(f"{published.line}@{published.version}"))
 
 
+def export(
+    policy: Annotated[str, typer.Argument(help="RUN or RUN@VERSION: a published policy.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write; must not exist.")],
+    state_dir: StateDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Writes a policy as a Hugging Face folder: weights, config, tokenizer with the tags, chat template."""
+    if folder.exists():
+        raise InvalidArgumentError(f"{folder} exists: name a folder that doesn't, nothing is overwritten")
+    stack = StateDir.at(state_dir)
+    found = find_policy(policy, stack)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as staging:
+        _policy_store(stack, Path(staging)).materialize(found).rename(folder)
+    Output(as_json).result({"policy": f"{found.line}@{found.version}", "folder": str(folder)}, Text(str(folder)))
+
+
 def find_policy(name: str, state_dir: StateDir) -> policy_pb2.PolicyRef:
     """The published policy of that name, in the environment's policy store or the local stack's."""
+    return published_policy(_policy_store(state_dir, state_dir.cache_folder), name)
+
+
+def _policy_store(state_dir: StateDir, cache_folder: Path) -> PolicyStore:
     settings = Addresses()
     named = "policy_store_url" in settings.model_fields_set
     url = settings.policy_store_url if named else state_dir.policy_store_url
-    return published_policy(PolicyStore(url, state_dir.cache_folder), name)
+    return PolicyStore(url, cache_folder)
 
 
 async def chosen_policy(
