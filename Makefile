@@ -40,7 +40,7 @@ test-real: real ## the tests on the small real model
 lint: setup ## ruff, mypy strict, buf, stub drift
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(foreach package,$(PACKAGES),$(package)/npr_$(notdir $(package:libs/npr_%=%)))
+	$(BIN)/mypy $(foreach package,$(PACKAGES),$(package)/npr_$(notdir $(package:libs/npr_%=%))) benchmarks
 	$(BIN)/buf lint protos
 	$(BIN)/python scripts/generate_stubs.py --check
 

@@ -8,27 +8,23 @@ gRPC included. The rival runs in one process beside Valkey, the buffer adds a se
     python benchmarks/buffer_throughput.py [--quick] [--json]
 """
 
-import argparse
 import asyncio
-import json
-import os
-import socket
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio
+from _harness import parser, tell
 
 from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from npr.types.v1 import trajectory_pb2
 from npr_buffer.testing import make_group, make_scored
 from npr_common.rpc import call_durably, connect
+from npr_common.testing.processes import service_process
 from npr_common.testing.valkey import valkey_server
 
 RUN_ID = "benchmark"
@@ -123,65 +119,34 @@ async def timed(worker: Callable[[int], Awaitable[None]], load: Load) -> float:
     return time.perf_counter() - started
 
 
-@asynccontextmanager
-async def buffer_process(redis_url: str) -> AsyncIterator[str]:
-    """The real service in a process of its own; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = {**os.environ, "NPR_LISTEN": address, "NPR_BUFFER_REDIS_URL": redis_url, "NPR_LOG_LEVEL": "WARNING"}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "npr_buffer", env=environment)
-    try:
-        yield address
-    finally:
-        process.terminate()
-        await process.wait()
-
-
 async def measure(load: Load, appendfsync: str, rounds: int) -> dict[str, float]:
     """Median operations per second of both sides under one durability setting, round by round in turn."""
     plain, served = [], []
     ready = samples_of(load)
-    with tempfile.TemporaryDirectory() as folder, valkey_server(Path(folder)) as valkey:
+    with tempfile.TemporaryDirectory() as name, valkey_server(Path(name)) as valkey:
+        environment = {"NPR_BUFFER_REDIS_URL": valkey.url, "NPR_LOG_LEVEL": "WARNING"}
         async with redis.asyncio.Redis.from_url(valkey.url) as store:
             await store.config_set("appendfsync", appendfsync)
             for _ in range(rounds):
                 plain.append(load.operations / await through_plain_redis(valkey.url, load, ready))
                 await store.flushall()
-                async with buffer_process(valkey.url) as address:
-                    served.append(load.operations / await through_the_buffer(address, load, ready))
+                with service_process("npr_buffer", Path(name), environment) as process:
+                    served.append(load.operations / await through_the_buffer(process.address, load, ready))
                 await store.flushall()
     return {"buffer": statistics.median(served), "plain_redis_py": statistics.median(plain)}
 
 
 def main() -> None:
-    """Prints one line a setting, and with --json one object last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    arguments = parser.parse_args()
+    """Measures and tells."""
+    arguments = parser(__doc__).parse_args()
     load = Load(groups=400 if arguments.quick else 2000, samples=16, tokens=512, workers=8)
-    results, ratios = {}, {}
-    for appendfsync in ("everysec", "always"):
-        result = asyncio.run(measure(load, appendfsync, rounds=3))
-        ratio = result["buffer"] / result["plain_redis_py"]
-        results[appendfsync] = result
-        ratios[f"buffer_vs_plain_redis_py_{appendfsync}"] = ratio
-        print(
-            f"appendfsync {appendfsync}: buffer {result['buffer']:,.0f} operations/s,"
-            f" plain redis-py {result['plain_redis_py']:,.0f}, ratio {ratio:.2f}"
-        )
-    if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "benchmark": "buffer_throughput",
-                    "load": asdict(load),
-                    "operations_per_second": results,
-                    "ratios": ratios,
-                }
-            )
-        )
+    results = {policy: asyncio.run(measure(load, policy, rounds=3)) for policy in ("everysec", "always")}
+    ratios = {
+        f"buffer_vs_plain_redis_py_{policy}": result["buffer"] / result["plain_redis_py"]
+        for policy, result in results.items()
+    }
+    figures = {"benchmark": "buffer_throughput", "load": asdict(load), "operations_per_second": results}
+    tell({**figures, "ratios": ratios}, as_json=arguments.json)
 
 
 if __name__ == "__main__":

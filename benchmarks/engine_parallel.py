@@ -16,7 +16,6 @@ problems (those of its trajectories that forked and completed).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _harness import parser, tell
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from npr.types.v1 import prompt_pb2
@@ -79,22 +79,17 @@ def main() -> None:
     trees = _own_trees(subject, arguments.trees) if arguments.model else _trees(subject, arguments)
     parallel, autoregressive = _measure(subject, trees, arguments.repeats)
     generate_seconds = _generate(subject, trees, arguments.repeats)
-    report = _report(subject, trees, parallel, autoregressive, generate_seconds)
-    for name, value in report["ratios"].items():
-        print(f"{name:>50}: {value:.2f}")
-    print(json.dumps(report) if arguments.json else f"weights: {subject.weights}")
+    tell(_report(subject, trees, parallel, autoregressive, generate_seconds), as_json=arguments.json)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer trees and repeats; under a minute")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--model", type=Path, help="folder of a model with tag tokens, whose own trajectories are used")
-    parser.add_argument("--trees", type=int, help="trajectories in the batch")
-    parser.add_argument("--branches", type=int, default=4, help="branches of a block")
-    parser.add_argument("--repeats", type=int, help="runs of each rival; the median counts")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", type=Path, help="folder of a model after stage 2: its own trajectories")
+    options.add_argument("--trees", type=int, help="trajectories in the batch")
+    options.add_argument("--branches", type=int, default=4, help="branches of a block")
+    options.add_argument("--repeats", type=int, help="runs of each rival; the median counts")
+    options.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    arguments = options.parse_args()
     arguments.trees = arguments.trees or (16 if arguments.quick else 48)
     arguments.repeats = arguments.repeats or (3 if arguments.quick else 7)
     return arguments

@@ -7,14 +7,14 @@ sends only trained positions through a chunked head, and only measures rows whos
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from _harness import parser, tell
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from npr_common.topology import Topology
@@ -113,7 +113,7 @@ def _naive(model: Qwen3ForCausalLM, rows: Sequence[Row], width: int, normalizer:
     ).logits
     log_probs_of_all = logits.log_softmax(-1).flatten(0, 1)[batch.sources_N]
     log_probs = log_probs_of_all.gather(-1, batch.targets_N[:, None]).squeeze(-1)
-    papo_loss(log_probs, batch.advantages_N.float(), normalizer).loss.backward()
+    torch.autograd.backward(papo_loss(log_probs, batch.advantages_N.float(), normalizer).loss)
 
 
 def _filler(row: Row, width: int) -> Row:
@@ -132,55 +132,62 @@ def _filler(row: Row, width: int) -> Row:
 Contender = Callable[[Qwen3ForCausalLM, Sequence[Row]], None]
 
 
-def timed(contender: Contender, model: Qwen3ForCausalLM, rows: Sequence[Row]) -> float:
-    """CPU seconds for one gradient: what other processes take doesn't count."""
+class Pass(NamedTuple):
+    """One gradient, flat, and the CPU seconds that it took: what other processes take doesn't count."""
+
+    seconds: float
+    gradient: torch.Tensor
+
+
+def run(contender: Contender, model: Qwen3ForCausalLM, rows: Sequence[Row]) -> Pass:
+    """The gradient of the batch by this contender."""
     model.zero_grad()
     started = time.process_time()
     contender(model, rows)
-    return time.process_time() - started
+    seconds = time.process_time() - started
+    return Pass(seconds, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
 
 
-def gradient_of(contender: Contender, model: Qwen3ForCausalLM, rows: Sequence[Row]) -> torch.Tensor:
-    """The whole gradient, flat."""
-    timed(contender, model, rows)
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def measure(shape: Shape, count: int, repeats: int) -> dict[str, float]:
+def measure(shape: Shape, rows: Sequence[Row], repeats: int) -> dict[str, float]:
     """Best CPU seconds of each contender, in turns; raises if their gradients differ."""
-    model, rows = make_model(shape), make_rows(count, shape.vocabulary)
+    model = make_model(shape)
     contenders: dict[str, Contender] = {"learner": learner, "one_row": one_row, "padded": padded}
-    gradients = {name: gradient_of(contender, model, rows) for name, contender in contenders.items()}
-    for name, gradient in gradients.items():
-        difference = (gradient - gradients["learner"]).norm() / gradients["learner"].norm()
-        if difference > 1e-4:
-            raise AssertionError(f"{name} computes another gradient: {difference:.1e} apart")
-    seconds = {name: float("inf") for name in contenders}
+    seconds = dict.fromkeys(contenders, float("inf"))
     for _ in range(repeats):
-        for name, contender in contenders.items():
-            seconds[name] = min(seconds[name], timed(contender, model, rows))
-    return {**seconds, "tokens": float(sum(map(len, rows)))}
+        passes = {name: run(contender, model, rows) for name, contender in contenders.items()}
+        for name, one in passes.items():
+            require_equal(name, one.gradient, passes["learner"].gradient)
+            seconds[name] = min(seconds[name], one.seconds)
+    return seconds
+
+
+def require_equal(name: str, gradient: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raises AssertionError unless two gradients differ by rounding only."""
+    difference = (gradient - expected).norm() / expected.norm()
+    if difference > 1e-4:
+        raise AssertionError(f"{name} computes another gradient: {difference:.1e} apart")
 
 
 def main() -> None:
-    """Prints the figures, the JSON object last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rows, under a minute")
-    parser.add_argument("--json", action="store_true", help="print the JSON object alone")
-    arguments = parser.parse_args()
-    count, repeats = (32, 2) if arguments.quick else (192, 5)
-    figures: dict[str, object] = {"benchmark": "learner_step", "rows": count, "threads": torch.get_num_threads()}
-    ratios: dict[str, float] = {}
-    for shape in SHAPES:
-        seconds = measure(shape, count, repeats)
-        figures[f"{shape.name}_seconds"] = {name: round(value, 3) for name, value in seconds.items()}
-        for rival in ("one_row", "padded"):
-            ratios[f"{shape.name}_learner_vs_{rival}"] = round(seconds[rival] / seconds["learner"], 2)
-    figures["ratios"] = ratios
-    if not arguments.json:
-        for name, value in figures.items():
-            print(f"{name:32} {value}")
-    print(json.dumps(figures))
+    """Measures and tells."""
+    arguments = parser(__doc__).parse_args()
+    count, repeats = (24, 2) if arguments.quick else (192, 6)
+    rows = {shape: make_rows(count, shape.vocabulary) for shape in SHAPES}
+    seconds = {shape.name: measure(shape, rows[shape], repeats) for shape in SHAPES}
+    ratios = {
+        f"{shape}_learner_vs_{rival}": taken[rival] / taken["learner"]
+        for shape, taken in seconds.items()
+        for rival in ("one_row", "padded")
+    }
+    figures = {
+        "benchmark": "learner_step",
+        "rows": count,
+        "tokens": sum(map(len, rows[SHAPES[0]])),
+        "threads": torch.get_num_threads(),
+        "cpu_seconds": seconds,
+        "ratios": ratios,
+    }
+    tell(figures, as_json=arguments.json)
 
 
 if __name__ == "__main__":

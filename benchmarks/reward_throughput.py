@@ -13,14 +13,13 @@ Also measured: what one looping answer costs a batch of honest ones.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import time
 from dataclasses import dataclass
 
+from _harness import parser, tell
 from math_verify import parse, verify
 
 from npr.reward.v1 import reward_pb2, reward_pb2_grpc
@@ -142,16 +141,9 @@ def measure(count: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Prints the figures, the JSON object last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer pairs, under a minute")
-    parser.add_argument("--json", action="store_true", help="print the JSON object alone")
-    arguments = parser.parse_args()
-    figures = measure(512 if arguments.quick else 8192)
-    if not arguments.json:
-        for name, value in figures.items():
-            print(f"{name:48} {value}")
-    print(json.dumps(figures))
+    """Measures and tells."""
+    arguments = parser(__doc__).parse_args()
+    tell(measure(512 if arguments.quick else 8192), as_json=arguments.json)
 
 
 if __name__ == "__main__":
