@@ -211,12 +211,17 @@ def test_the_critical_path_is_limited(limit: int | None, kind: LimitKind) -> Non
     assert result.ledger.critical_path_tokens == (limit or 1024 - result.prompt_length)
 
 
-def test_a_deadline_reaches_every_branch() -> None:
-    engine = engine_for(Dictated(GUIDELINE))
-    engine.submit(request(deadline=time.monotonic() + 0.5))
-    events = drive(engine)
-    assert isinstance(events[-1], FinishedEvent)
-    assert events[-1].result.outcome is Outcome.DEADLINE
+def test_a_deadline_reaches_every_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, deadline = engine_for(Dictated(GUIDELINE)), time.monotonic() + 3600
+    engine.submit(request(deadline=deadline))
+    for _ in range(len(encode(GUIDELINE)) + 5):
+        assert not [event for event in engine.step() if isinstance(event, FinishedEvent)]
+    monkeypatch.setattr(time, "monotonic", lambda: deadline)
+    [finished] = [event for event in drive(engine) if isinstance(event, FinishedEvent)]
+    assert finished.result.outcome is Outcome.DEADLINE
+    used = [branch.used_tokens for branch in finished.result.ledger.blocks[0].branches]
+    assert len(used) == 2
+    assert min(used) > 0
     assert engine.status().pages_used == 0
 
 
