@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from npr_client.testing import NprCommand
+from npr_client.testing import NprCommand, npr_with_stack
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -19,7 +19,5 @@ def recipes() -> Path:
 @pytest.fixture(scope="module")
 def npr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NprCommand]:
     """`npr` with a stack that is up."""
-    command = NprCommand(tmp_path_factory.mktemp("stack"))
-    command("up")
-    yield command
-    command("down")
+    with npr_with_stack(tmp_path_factory.mktemp("stack")) as command:
+        yield command

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CALL_SECONDS = 600.0
@@ -35,3 +37,14 @@ class NprCommand:
         if code is not None and process.returncode != code:
             raise AssertionError(f"npr {' '.join(arguments)} ended with {process.returncode}, not {code}: {err}")
         return out, err
+
+
+@contextmanager
+def npr_with_stack(folder: Path) -> Iterator[NprCommand]:
+    """`npr` in `folder` with a stack that is up."""
+    command = NprCommand(folder)
+    command("up")
+    try:
+        yield command
+    finally:
+        command("down")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from npr_client.testing import NprCommand
+from npr_client.testing import NprCommand, npr_with_stack
 
 pytestmark = pytest.mark.slow
 
@@ -26,10 +26,8 @@ stages:
 
 @pytest.fixture(scope="module")
 def npr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NprCommand]:
-    command = NprCommand(tmp_path_factory.mktemp("stack"))
-    command("up")
-    yield command
-    command("down")
+    with npr_with_stack(tmp_path_factory.mktemp("stack")) as command:
+        yield command
 
 
 def lines(text: str) -> list[dict[str, object]]:

@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from npr.types.v1 import prompt_pb2
 from npr_common.cues import Cue, step_cue, takeaway_cue
@@ -12,6 +10,7 @@ from npr_common.dialects import load_dialect
 from npr_common.errors import InvalidArgumentError
 from npr_common.prompts import encode_prompt
 from npr_common.tags import Role, TagIds
+from npr_common.testing.tokenizers import byte_level_tokenizer
 from npr_common.tokenizers import add_tag_tokens
 
 CHAT_TEMPLATE = (
@@ -19,20 +18,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_level() -> Tokenizer:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    # Merges across the tags' edges, such as `\n<` and `>1`, which a cue's parts must not fall for.
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(["\n<step>1:\n<takeaway>"] * 9, trainer)
-    return backend
+# Merges across the tags' edges, such as `\n<` and `>1`, which a cue's parts must not fall for.
+CORPUS = ["\n<step>1:\n<takeaway>"] * 9
 
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    return PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
+    return byte_level_tokenizer(CORPUS, eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
 
 
 @pytest.mark.parametrize("name", ["npr", "multiverse"])
@@ -79,7 +71,7 @@ def test_a_prompt_is_either_messages_or_ids(plain: Any, turns: list[tuple[str, s
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<|end|>")
+    tokenizer = byte_level_tokenizer(CORPUS)
     with pytest.raises(InvalidArgumentError, match=r"chat_template\.jinja"):
         encode_prompt(tokenizer, conversation(("user", "x")))
     assert encode_prompt(tokenizer, prompt_pb2.Prompt(token_ids=[1])) == [1]

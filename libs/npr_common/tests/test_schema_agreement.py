@@ -6,13 +6,14 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from npr_common.dialects import load_dialect
 from npr_common.schema import Span, StreamingParser, Violation, parse_text, parse_tokens
 from npr_common.schema.lexer import Lexer
 from npr_common.tags import Role, Tag, TagIds
+from npr_common.testing.tokenizers import byte_level_tokenizer
 from npr_common.tokenizers import add_tag_tokens
 
 NPR, MULTIVERSE = load_dialect("npr"), load_dialect("multiverse")
@@ -20,14 +21,7 @@ WORDS = ["<", ">", "</", "plan", "guideline", "step", "takeaway", "1", "2", ":",
 
 
 def byte_level():
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator([*NPR.tag_texts, "\n<step>1: é</step>\n<step>2: €😀"] * 4, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    return byte_level_tokenizer([*NPR.tag_texts, "\n<step>1: é</step>\n<step>2: €😀"] * 4)
 
 
 def word_level(decoder):

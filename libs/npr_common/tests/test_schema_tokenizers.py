@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from npr_common.dialects import load_dialect
 from npr_common.tags import TagIds
+from npr_common.testing.tokenizers import byte_level_tokenizer
 from npr_common.tokenizers import TokenizerError, add_tag_tokens, load_tokenizer, re_encode, sub_tokens_of_tag
 
 NPR = load_dialect("npr")
@@ -15,13 +16,7 @@ TEXT = "so <guideline><plan>1: é</plan></guideline>\n<step>1: x<|end|>"
 
 @pytest.fixture
 def tokenizer():
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator([*NPR.tag_texts] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    return byte_level_tokenizer([*NPR.tag_texts] * 3, 290, eos_token="<|end|>")
 
 
 def test_a_copy_has_the_tags_and_the_original_does_not(tokenizer):

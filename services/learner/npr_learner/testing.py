@@ -1,15 +1,16 @@
 """For tests and benchmarks: small Qwen3 models, a word-level tokenizer with tag tokens, and random trajectories."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
 from npr_common.dialects import load_dialect
 from npr_common.tags import TagIds
+from npr_common.testing import tokenizers
 from npr_common.tokenizers import add_tag_tokens
 
 WORDS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>", *"0123456789", "\n", " ", "\\boxed", "</", "<")
@@ -17,21 +18,11 @@ WORDS += (*">{}:=+", "guideline", "plan", "step", "takeaway", "alpha", "beta", "
 DIALECT = load_dialect("npr")
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> Any:
     """A lossless tokenizer of `WORDS`, without tag tokens, with a chat template."""
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<|unk|>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed|</|\d|[a-zA-Z]+|[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(list(WORDS[:5]))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<|pad|>",
-        unk_token="<|unk|>",
-        eos_token="<|end|>",
-        chat_template="{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        clean_up_tokenization_spaces=False,
-    )
+    turns = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    answer = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    return tokenizers.word_tokenizer(WORDS, chat_template=turns + answer)
 
 
 def qwen3(vocabulary_size: int, seed: int = 0, *, tied: bool = True, layers: int = 2) -> Qwen3ForCausalLM:
@@ -59,7 +50,7 @@ def qwen3(vocabulary_size: int, seed: int = 0, *, tied: bool = True, layers: int
 class World:
     """A tokenizer with tags, and trajectories drawn from it."""
 
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: Any
     tags: TagIds
     policy: policy_pb2.PolicyRef
 

@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from npr_common.dialects import load_dialect
+from npr_common.testing.tokenizers import word_tokenizer
 from npr_common.tokenizers import add_tag_tokens
 
 _WORDS = ("<|pad|>", "<|unk|>", "<|end|>", *"0123456789", "\n", " ", "<", "</", ">", ":", "\\boxed{", "}")
@@ -19,14 +19,7 @@ _TAG_WORDS = ("guideline", "plan", "step", "takeaway")
 @functools.cache
 def plain_tokenizer() -> Any:
     """About 50 words; tags are spelled out, as before stage 2."""
-    words = (*_WORDS, *_TAG_WORDS, *"abcdefghijklmnopqrstuvwxyz")
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|</|\d|[a-zA-Z]+|[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(["<|pad|>", "<|unk|>", "<|end|>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|end|>"
-    )
+    return word_tokenizer((*_WORDS, *_TAG_WORDS, *"abcdefghijklmnopqrstuvwxyz"))
 
 
 @functools.cache
