@@ -9,8 +9,8 @@ Every rival decodes the same number of tokens of the same responses with the sam
 The first is to need fewer engine steps than the second by about the critical-path ratio: total tokens over tokens on
 the critical path. Wall-clock time is printed beside it, for one trajectory at a time (time to answer) and for a batch.
 
-The trees are random ones on the shipped tiny model, or, with `--model`, what that model itself answers to held-out
-problems (those of its trajectories that forked and completed).
+The trees are what the model itself answers to held-out problems (those of its trajectories that forked and completed),
+or random ones. The model is the tiny one that the learner ships, or one that is named.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from _harness import parser, tell
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from npr.types.v1 import prompt_pb2
 from npr_common.dialects import load_dialect
 from npr_common.prompts import encode_prompt
+from npr_common.references import resolve_reference
 from npr_common.tags import TagIds
 from npr_common.tasks import MultipartTask, Split
-from npr_common.tokenizers import add_tag_tokens, load_tokenizer
+from npr_common.tokenizers import load_tokenizer
 from npr_common.topology import topology
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.outcomes import Outcome, Visibility
 from npr_rollout.engine.request import FinishedEvent, Limits, Request
 from npr_rollout.engine.script import Script, ScriptedSampler
-from npr_rollout.testing.models import tagged_tokenizer
 from npr_rollout.testing.trees import Tree, TreeMaker
 
 DIALECT = load_dialect("npr")
+TINY_NPR = "package:npr_learner/seed/tiny-npr"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     subject = _subject(arguments.model)
-    trees = _own_trees(subject, arguments.trees) if arguments.model else _trees(subject, arguments)
+    trees = _trees(subject, arguments) if arguments.random_trees else _own_trees(subject, arguments.trees)
     parallel, autoregressive = _measure(subject, trees, arguments.repeats)
     generate_seconds = _generate(subject, trees, arguments.repeats)
     tell(_report(subject, trees, parallel, autoregressive, generate_seconds), as_json=arguments.json)
@@ -84,7 +84,8 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     options = parser(__doc__)
-    options.add_argument("--model", type=Path, help="folder of a model after stage 2: its own trajectories")
+    options.add_argument("--model", default=TINY_NPR, help="folder of a model after stage 2")
+    options.add_argument("--random-trees", action="store_true", help="random trees in place of the model's own")
     options.add_argument("--trees", type=int, help="trajectories in the batch")
     options.add_argument("--branches", type=int, default=4, help="branches of a block")
     options.add_argument("--repeats", type=int, help="runs of each rival; the median counts")
@@ -95,41 +96,11 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _subject(folder: Path | None) -> Subject:
-    """The model in the folder, or the tiny one that the learner ships; without it, random weights of the same shape."""
-    weights = "given" if folder else "shipped"
-    folder = folder or _shipped_folder()
-    if folder is None:
-        tokenizer = tagged_tokenizer()
-        torch.manual_seed(0)
-        return Subject(Qwen3ForCausalLM(_config(len(tokenizer))).eval(), tokenizer, "random")
-    tokenizer = add_tag_tokens(load_tokenizer(folder), DIALECT)
+def _subject(reference: str) -> Subject:
+    folder = Path(resolve_reference(reference))
+    tokenizer = load_tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    return Subject(model.eval(), tokenizer, weights)
-
-
-def _shipped_folder() -> Path | None:
-    package = find_spec("npr_learner")
-    for location in package.submodule_search_locations or () if package else ():
-        folder = Path(location) / "seed" / "tiny"
-        if (folder / "config.json").exists():
-            return folder
-    return None
-
-
-def _config(vocabulary: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
+    return Subject(model.eval(), tokenizer, folder.name)
 
 
 def _trees(subject: Subject, arguments: argparse.Namespace) -> list[Tree]:

@@ -84,10 +84,13 @@ def _dequantized(quantized: Any) -> Any:
 
 
 def _bundled(name: str) -> Path:
-    path = Path(str(resources.files(_BUNDLED_PACKAGE))) / name
-    if not name or not (path / "config.json").exists():
-        raise NotFoundError(f"no bundled model {name!r}: `bundled:tiny` is there", reason="MODEL_NOT_FOUND")
-    return path
+    models = {
+        path.parent.name: path.parent for path in Path(str(resources.files(_BUNDLED_PACKAGE))).glob("*/config.json")
+    }
+    if name not in models:
+        there = ", ".join(f"`{BUNDLED_PREFIX}{known}`" for known in sorted(models))
+        raise NotFoundError(f"no bundled model {name!r}: there are {there}", reason="MODEL_NOT_FOUND")
+    return models[name]
 
 
 def _fetched(url: str, cache: Path) -> Path:
