@@ -89,6 +89,7 @@ class ServiceComponent(Component):
             "NPR_ADDRESS_FILE": str(state_dir.address_file(self.name)),
             "NPR_POLICY_STORE_URL": state_dir.policy_store_url,
             "NPR_CACHE_DIR": str(state_dir.cache_folder),
+            "TQDM_DISABLE": "1",  # the libraries' progress bars are no log lines
             **cpu_environment(),
             **self._needed(addresses),
         }
