@@ -1,6 +1,7 @@
 """The `npr` command as a test runs it: a real process in one folder, with one local stack."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,12 +29,13 @@ class NprCommand:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_heed_interrupts,  # noqa: PLW1509 - it touches one signal and no lock
         )
 
-    def __call__(self, *arguments: str, code: int | None = 0) -> tuple[str, str]:
+    def __call__(self, *arguments: str, code: int | None = 0, seconds: float = CALL_SECONDS) -> tuple[str, str]:
         """Standard output and error of a call. Raises AssertionError unless it ends with `code` (None: any)."""
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=CALL_SECONDS)
+        out, err = process.communicate(timeout=seconds)
         if code is not None and process.returncode != code:
             raise AssertionError(f"npr {' '.join(arguments)} ended with {process.returncode}, not {code}: {err}")
         return out, err
@@ -48,3 +50,8 @@ def npr_with_stack(folder: Path) -> Iterator[NprCommand]:
         yield command
     finally:
         command("down")
+
+
+def _heed_interrupts() -> None:
+    """A test run in the background of a shell has SIGINT ignored, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
