@@ -1,7 +1,6 @@
 """The `npr` command as a test runs it: a real process in one folder, with one local stack."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CALL_SECONDS = 600.0
+
+# A test run in the background of a shell has SIGINT ignored, which its children inherit. The child restores it itself:
+# a `preexec_fn` would fork, and gRPC's fork handlers can abort the child of a process that has calls under way.
+LAUNCH = "; ".join(
+    (
+        "import signal",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "from npr_client.cli.main import main",
+        "main()",
+    )
+)
 
 
 class NprCommand:
@@ -23,13 +33,12 @@ class NprCommand:
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """Starts a call and returns its process, with its output as text."""
         return subprocess.Popen(
-            (sys.executable, "-m", "npr_client.cli.main", *arguments),
+            (sys.executable, "-c", LAUNCH, *arguments),
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=_heed_interrupts,  # noqa: PLW1509 - it touches one signal and no lock
         )
 
     def __call__(self, *arguments: str, code: int | None = 0, seconds: float = CALL_SECONDS) -> tuple[str, str]:
@@ -50,8 +59,3 @@ def npr_with_stack(folder: Path) -> Iterator[NprCommand]:
         yield command
     finally:
         command("down")
-
-
-def _heed_interrupts() -> None:
-    """A test run in the background of a shell has SIGINT ignored, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
