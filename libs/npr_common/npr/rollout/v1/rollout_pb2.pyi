@@ -25,6 +25,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _InFlight:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _InFlightEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InFlight.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IN_FLIGHT_UNSPECIFIED: _InFlight.ValueType  # 0
+    """Not set: read as DRAIN."""
+    IN_FLIGHT_DRAIN: _InFlight.ValueType  # 1
+    """It is finished first; requests that come meanwhile wait for the new policy."""
+    IN_FLIGHT_ABORT: _InFlight.ValueType  # 2
+    """It ends at once as ABORTED; groups of the work queue are given back and rolled out again."""
+    IN_FLIGHT_FINISH_ON_OLD: _InFlight.ValueType  # 3
+    """It is finished with the old policy beside the new one, which takes new requests at once. Both are in memory meanwhile."""
+
+class InFlight(_InFlight, metaclass=_InFlightEnumTypeWrapper):
+    """What a swap of policies does with what is being decoded."""
+
+IN_FLIGHT_UNSPECIFIED: InFlight.ValueType  # 0
+"""Not set: read as DRAIN."""
+IN_FLIGHT_DRAIN: InFlight.ValueType  # 1
+"""It is finished first; requests that come meanwhile wait for the new policy."""
+IN_FLIGHT_ABORT: InFlight.ValueType  # 2
+"""It ends at once as ABORTED; groups of the work queue are given back and rolled out again."""
+IN_FLIGHT_FINISH_ON_OLD: InFlight.ValueType  # 3
+"""It is finished with the old policy beside the new one, which takes new requests at once. Both are in memory meanwhile."""
+Global___InFlight: _TypeAlias = InFlight  # noqa: Y015
+
 class _JobState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -52,6 +80,66 @@ JOB_STATE_COMPLETED: JobState.ValueType  # 2
 JOB_STATE_CANCELLED: JobState.ValueType  # 3
 """It was cancelled."""
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
+
+@_typing.final
+class ServePolicyRequest(_message.Message):
+    """Asks for another policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Names the call in logs."""
+    in_flight: Global___InFlight.ValueType
+    """What becomes of what is being decoded."""
+    @_builtins.property
+    def policy(self) -> _policy_pb2.PolicyRef:
+        """Which one."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        policy: _policy_pb2.PolicyRef | None = ...,
+        in_flight: Global___InFlight.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServePolicyRequest: _TypeAlias = ServePolicyRequest  # noqa: Y015
+
+@_typing.final
+class ServePolicyResponse(_message.Message):
+    """The swap is done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    ABORTED_FIELD_NUMBER: _builtins.int
+    aborted: _builtins.int
+    """Requests that the swap ended."""
+    @_builtins.property
+    def previous(self) -> _policy_pb2.PolicyRef:
+        """What was served before; unset when nothing was."""
+
+    def __init__(
+        self,
+        *,
+        previous: _policy_pb2.PolicyRef | None = ...,
+        aborted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "previous", b"previous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServePolicyResponse: _TypeAlias = ServePolicyResponse  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -101,6 +189,7 @@ class TokenChunk(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    RAW_LOG_PROBS_FIELD_NUMBER: _builtins.int
     block_index: _builtins.int
     """Index of the block, from 0; tokens outside a block have -1."""
     branch_index: _builtins.int
@@ -123,6 +212,10 @@ class TokenChunk(_message.Message):
     def forced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """One a token."""
 
+    @_builtins.property
+    def raw_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One a token, when `Sampling.raw_log_probs` asked for it."""
+
     def __init__(
         self,
         *,
@@ -134,10 +227,11 @@ class TokenChunk(_message.Message):
         position: _builtins.int = ...,
         policy_version: _builtins.int = ...,
         text: _builtins.str = ...,
+        raw_log_probs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "branch_index", b"branch_index", "forced", b"forced", "log_probs", b"log_probs", "policy_version", b"policy_version", "position", b"position", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "branch_index", b"branch_index", "forced", b"forced", "log_probs", b"log_probs", "policy_version", b"policy_version", "position", b"position", "raw_log_probs", b"raw_log_probs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -603,6 +697,14 @@ class GetEngineStatusResponse(_message.Message):
     JOINS_FIELD_NUMBER: _builtins.int
     AUDIT_PROBLEMS_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
+    PAGES_CACHED_FIELD_NUMBER: _builtins.int
+    SCHEDULING_SECONDS_FIELD_NUMBER: _builtins.int
+    FORWARD_SECONDS_FIELD_NUMBER: _builtins.int
+    SAMPLING_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_READ_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_ATTENDED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Trajectories being decoded."""
     waiting: _builtins.int
@@ -621,6 +723,22 @@ class GetEngineStatusResponse(_message.Message):
     """Joins so far."""
     worker_id: _builtins.str
     """The worker's id."""
+    preemptions: _builtins.int
+    """Preemptions so far."""
+    evictions: _builtins.int
+    """Prompts' pages evicted from the prefix cache so far."""
+    pages_cached: _builtins.int
+    """Pages that hold prompts nobody uses now; they are given up when pages run short."""
+    scheduling_seconds: _builtins.float
+    """Seconds spent so far in scheduling and planning, in the model's forward passes, and in sampling."""
+    forward_seconds: _builtins.float
+    """See `scheduling_seconds`."""
+    sampling_seconds: _builtins.float
+    """See `scheduling_seconds`."""
+    kv_tokens_read: _builtins.int
+    """Keys and values read by attention so far, in tokens: a prefix that rows share counts once a step."""
+    kv_tokens_attended: _builtins.int
+    """The same, had every row read its whole prefix by itself."""
     @_builtins.property
     def policy(self) -> _policy_pb2.PolicyRef:
         """What it serves; unset while nothing is loaded."""
@@ -648,10 +766,18 @@ class GetEngineStatusResponse(_message.Message):
         joins: _builtins.int = ...,
         audit_problems: _abc.Iterable[_builtins.str] | None = ...,
         worker_id: _builtins.str = ...,
+        preemptions: _builtins.int = ...,
+        evictions: _builtins.int = ...,
+        pages_cached: _builtins.int = ...,
+        scheduling_seconds: _builtins.float = ...,
+        forward_seconds: _builtins.float = ...,
+        sampling_seconds: _builtins.float = ...,
+        kv_tokens_read: _builtins.int = ...,
+        kv_tokens_attended: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_problems", b"audit_problems", "fork_refusals", b"fork_refusals", "forks", b"forks", "joins", b"joins", "pages_total", b"pages_total", "pages_used", b"pages_used", "policy", b"policy", "running", b"running", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_problems", b"audit_problems", "evictions", b"evictions", "fork_refusals", b"fork_refusals", "forks", b"forks", "forward_seconds", b"forward_seconds", "joins", b"joins", "kv_tokens_attended", b"kv_tokens_attended", "kv_tokens_read", b"kv_tokens_read", "pages_cached", b"pages_cached", "pages_total", b"pages_total", "pages_used", b"pages_used", "policy", b"policy", "preemptions", b"preemptions", "running", b"running", "sampling_seconds", b"sampling_seconds", "scheduling_seconds", b"scheduling_seconds", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

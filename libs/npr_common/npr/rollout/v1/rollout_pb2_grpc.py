@@ -70,6 +70,11 @@ class RolloutServiceStub:
                 request_serializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.GetEngineStatusRequest.SerializeToString,
                 response_deserializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.GetEngineStatusResponse.FromString,
                 _registered_method=True)
+        self.ServePolicy = channel.unary_unary(
+                '/npr.rollout.v1.RolloutService/ServePolicy',
+                request_serializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyRequest.SerializeToString,
+                response_deserializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer:
@@ -129,6 +134,15 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ServePolicy(self, request, context):
+        """Serves another policy from now on, and answers once it does: its files' hashes and a canary forward have been
+        checked by then. Idempotent by the policy's digest. NOT_FOUND for a policy that is not in the store, DATA_LOSS when
+        its files are not what was published, FAILED_PRECONDITION when the engine can't serve it or another swap is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +180,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GetEngineStatus,
                     request_deserializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.GetEngineStatusRequest.FromString,
                     response_serializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.GetEngineStatusResponse.SerializeToString,
+            ),
+            'ServePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ServePolicy,
+                    request_deserializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyRequest.FromString,
+                    response_serializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,6 +377,33 @@ class RolloutService:
             '/npr.rollout.v1.RolloutService/GetEngineStatus',
             npr_dot_rollout_dot_v1_dot_rollout__pb2.GetEngineStatusRequest.SerializeToString,
             npr_dot_rollout_dot_v1_dot_rollout__pb2.GetEngineStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ServePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npr.rollout.v1.RolloutService/ServePolicy',
+            npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyRequest.SerializeToString,
+            npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

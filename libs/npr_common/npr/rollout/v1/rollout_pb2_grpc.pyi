@@ -53,6 +53,11 @@ class RolloutServiceStub:
     """Jobs, newest first."""
     GetEngineStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetEngineStatusRequest, _rollout_pb2.GetEngineStatusResponse]
     """What the engine is doing: policy, running trajectories, pages, refusals. `audit` compares the page allocator with the live page tables."""
+    ServePolicy: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ServePolicyRequest, _rollout_pb2.ServePolicyResponse]
+    """Serves another policy from now on, and answers once it does: its files' hashes and a canary forward have been
+    checked by then. Idempotent by the policy's digest. NOT_FOUND for a policy that is not in the store, DATA_LOSS when
+    its files are not what was published, FAILED_PRECONDITION when the engine can't serve it or another swap is under way.
+    """
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -79,6 +84,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Jobs, newest first."""
     GetEngineStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetEngineStatusRequest, _rollout_pb2.GetEngineStatusResponse]  # type: ignore[assignment]
     """What the engine is doing: policy, running trajectories, pages, refusals. `audit` compares the page allocator with the live page tables."""
+    ServePolicy: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ServePolicyRequest, _rollout_pb2.ServePolicyResponse]  # type: ignore[assignment]
+    """Serves another policy from now on, and answers once it does: its files' hashes and a canary forward have been
+    checked by then. Idempotent by the policy's digest. NOT_FOUND for a policy that is not in the store, DATA_LOSS when
+    its files are not what was published, FAILED_PRECONDITION when the engine can't serve it or another swap is under way.
+    """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Decodes. Keeps nothing durable: jobs live in the buffer, so that any replica answers for any job."""
@@ -144,5 +154,16 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.GetEngineStatusResponse, _abc.Awaitable[_rollout_pb2.GetEngineStatusResponse]]:
         """What the engine is doing: policy, running trajectories, pages, refusals. `audit` compares the page allocator with the live page tables."""
+
+    @_abc_1.abstractmethod
+    def ServePolicy(
+        self,
+        request: _rollout_pb2.ServePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ServePolicyResponse, _abc.Awaitable[_rollout_pb2.ServePolicyResponse]]:
+        """Serves another policy from now on, and answers once it does: its files' hashes and a canary forward have been
+        checked by then. Idempotent by the policy's digest. NOT_FOUND for a policy that is not in the store, DATA_LOSS when
+        its files are not what was published, FAILED_PRECONDITION when the engine can't serve it or another swap is under way.
+        """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,21 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnpr/types/v1/sampling.proto\x12\x0cnpr.types.v1\"g\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"~\n\x06Limits\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x1b\n\x13max_critical_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_branch_tokens\x18\x03 \x01(\r\x12\x14\n\x0cmax_branches\x18\x04 \x01(\r\x12\x12\n\nmax_blocks\x18\x05 \x01(\r\"\xc3\x01\n\x0c\x44\x65\x63odingSpec\x12(\n\x08sampling\x18\x01 \x01(\x0b\x32\x16.npr.types.v1.Sampling\x12$\n\x06limits\x18\x02 \x01(\x0b\x32\x14.npr.types.v1.Limits\x12,\n\nvisibility\x18\x03 \x01(\x0e\x32\x18.npr.types.v1.Visibility\x12\x35\n\x0c\x66ork_refusal\x18\x04 \x01(\x0e\x32\x1f.npr.types.v1.ForkRefusalPolicy*\\\n\nVisibility\x12\x1a\n\x16VISIBILITY_UNSPECIFIED\x10\x00\x12\x19\n\x15VISIBILITY_SEQUENTIAL\x10\x01\x12\x17\n\x13VISIBILITY_PARALLEL\x10\x02*{\n\x11\x46orkRefusalPolicy\x12#\n\x1f\x46ORK_REFUSAL_POLICY_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x46ORK_REFUSAL_POLICY_REJECT\x10\x01\x12!\n\x1d\x46ORK_REFUSAL_POLICY_SERIALIZE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnpr/types/v1/sampling.proto\x12\x0cnpr.types.v1\"\x8d\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x1a\n\x12repetition_penalty\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x15\n\rraw_log_probs\x18\x07 \x01(\x08\"~\n\x06Limits\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x1b\n\x13max_critical_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_branch_tokens\x18\x03 \x01(\r\x12\x14\n\x0cmax_branches\x18\x04 \x01(\r\x12\x12\n\nmax_blocks\x18\x05 \x01(\r\"P\n\tEarlyStop\x12\x0e\n\x06quorum\x18\x01 \x01(\r\x12\x18\n\x10straggler_factor\x18\x02 \x01(\x02\x12\x19\n\x11min_mean_log_prob\x18\x03 \x01(\x02\"\xb6\x01\n\x0c\x42udgetPolicy\x12(\n\x05share\x18\x01 \x01(\x0e\x32\x19.npr.types.v1.BranchShare\x12.\n\x0con_exhausted\x18\x02 \x01(\x0e\x32\x18.npr.types.v1.Exhaustion\x12\x1f\n\x17takeaway_reserve_tokens\x18\x03 \x01(\r\x12+\n\nearly_stop\x18\x04 \x01(\x0b\x32\x17.npr.types.v1.EarlyStop\"\xef\x01\n\x0c\x44\x65\x63odingSpec\x12(\n\x08sampling\x18\x01 \x01(\x0b\x32\x16.npr.types.v1.Sampling\x12$\n\x06limits\x18\x02 \x01(\x0b\x32\x14.npr.types.v1.Limits\x12,\n\nvisibility\x18\x03 \x01(\x0e\x32\x18.npr.types.v1.Visibility\x12\x35\n\x0c\x66ork_refusal\x18\x04 \x01(\x0e\x32\x1f.npr.types.v1.ForkRefusalPolicy\x12*\n\x06\x62udget\x18\x05 \x01(\x0b\x32\x1a.npr.types.v1.BudgetPolicy*\\\n\nVisibility\x12\x1a\n\x16VISIBILITY_UNSPECIFIED\x10\x00\x12\x19\n\x15VISIBILITY_SEQUENTIAL\x10\x01\x12\x17\n\x13VISIBILITY_PARALLEL\x10\x02*{\n\x11\x46orkRefusalPolicy\x12#\n\x1f\x46ORK_REFUSAL_POLICY_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x46ORK_REFUSAL_POLICY_REJECT\x10\x01\x12!\n\x1d\x46ORK_REFUSAL_POLICY_SERIALIZE\x10\x02*_\n\x0b\x42ranchShare\x12\x1c\n\x18\x42RANCH_SHARE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x42RANCH_SHARE_FIRST_COME\x10\x01\x12\x15\n\x11\x42RANCH_SHARE_FAIR\x10\x02*W\n\nExhaustion\x12\x1a\n\x16\x45XHAUSTION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45XHAUSTION_CLOSE\x10\x01\x12\x17\n\x13\x45XHAUSTION_TRUNCATE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'npr.types.v1.sampling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VISIBILITY']._serialized_start=476
-  _globals['_VISIBILITY']._serialized_end=568
-  _globals['_FORKREFUSALPOLICY']._serialized_start=570
-  _globals['_FORKREFUSALPOLICY']._serialized_end=693
-  _globals['_SAMPLING']._serialized_start=45
-  _globals['_SAMPLING']._serialized_end=148
-  _globals['_LIMITS']._serialized_start=150
-  _globals['_LIMITS']._serialized_end=276
-  _globals['_DECODINGSPEC']._serialized_start=279
-  _globals['_DECODINGSPEC']._serialized_end=474
+  _globals['_VISIBILITY']._serialized_start=826
+  _globals['_VISIBILITY']._serialized_end=918
+  _globals['_FORKREFUSALPOLICY']._serialized_start=920
+  _globals['_FORKREFUSALPOLICY']._serialized_end=1043
+  _globals['_BRANCHSHARE']._serialized_start=1045
+  _globals['_BRANCHSHARE']._serialized_end=1140
+  _globals['_EXHAUSTION']._serialized_start=1142
+  _globals['_EXHAUSTION']._serialized_end=1229
+  _globals['_SAMPLING']._serialized_start=46
+  _globals['_SAMPLING']._serialized_end=187
+  _globals['_LIMITS']._serialized_start=189
+  _globals['_LIMITS']._serialized_end=315
+  _globals['_EARLYSTOP']._serialized_start=317
+  _globals['_EARLYSTOP']._serialized_end=397
+  _globals['_BUDGETPOLICY']._serialized_start=400
+  _globals['_BUDGETPOLICY']._serialized_end=582
+  _globals['_DECODINGSPEC']._serialized_start=585
+  _globals['_DECODINGSPEC']._serialized_end=824
 # @@protoc_insertion_point(module_scope)

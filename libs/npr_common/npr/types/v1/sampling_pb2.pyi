@@ -65,6 +65,54 @@ FORK_REFUSAL_POLICY_SERIALIZE: ForkRefusalPolicy.ValueType  # 2
 """Decoding goes on without a fork; the trajectory counts the block in `serialized_blocks`."""
 Global___ForkRefusalPolicy: _TypeAlias = ForkRefusalPolicy  # noqa: Y015
 
+class _BranchShare:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BranchShareEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BranchShare.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BRANCH_SHARE_UNSPECIFIED: _BranchShare.ValueType  # 0
+    """Not set: read as FIRST_COME."""
+    BRANCH_SHARE_FIRST_COME: _BranchShare.ValueType  # 1
+    """Branches draw from one account until it can't pay for a token of each: a long branch may use what short ones leave."""
+    BRANCH_SHARE_FAIR: _BranchShare.ValueType  # 2
+    """Each branch may use an equal part of what is left at the fork, and no more."""
+
+class BranchShare(_BranchShare, metaclass=_BranchShareEnumTypeWrapper):
+    """How the tokens that are left are shared out between the branches of a block."""
+
+BRANCH_SHARE_UNSPECIFIED: BranchShare.ValueType  # 0
+"""Not set: read as FIRST_COME."""
+BRANCH_SHARE_FIRST_COME: BranchShare.ValueType  # 1
+"""Branches draw from one account until it can't pay for a token of each: a long branch may use what short ones leave."""
+BRANCH_SHARE_FAIR: BranchShare.ValueType  # 2
+"""Each branch may use an equal part of what is left at the fork, and no more."""
+Global___BranchShare: _TypeAlias = BranchShare  # noqa: Y015
+
+class _Exhaustion:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ExhaustionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Exhaustion.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EXHAUSTION_UNSPECIFIED: _Exhaustion.ValueType  # 0
+    """Not set: read as CLOSE."""
+    EXHAUSTION_CLOSE: _Exhaustion.ValueType  # 1
+    """The branch is closed by a forced `</step>`, and the block goes on to its join."""
+    EXHAUSTION_TRUNCATE: _Exhaustion.ValueType  # 2
+    """The trajectory ends there as TRUNCATED."""
+
+class Exhaustion(_Exhaustion, metaclass=_ExhaustionEnumTypeWrapper):
+    """What happens when a branch's budget, or the account it draws from, is used up."""
+
+EXHAUSTION_UNSPECIFIED: Exhaustion.ValueType  # 0
+"""Not set: read as CLOSE."""
+EXHAUSTION_CLOSE: Exhaustion.ValueType  # 1
+"""The branch is closed by a forced `</step>`, and the block goes on to its join."""
+EXHAUSTION_TRUNCATE: Exhaustion.ValueType  # 2
+"""The trajectory ends there as TRUNCATED."""
+Global___Exhaustion: _TypeAlias = Exhaustion  # noqa: Y015
+
 @_typing.final
 class Sampling(_message.Message):
     """How tokens are drawn."""
@@ -76,6 +124,8 @@ class Sampling(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    RAW_LOG_PROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Softmax temperature; 0 is greedy."""
     top_p: _builtins.float
@@ -86,6 +136,10 @@ class Sampling(_message.Message):
     """Repetition penalty on the tokens of a step's own body; 1 or 0 is off, SPEC's value is 1.02."""
     seed: _builtins.int
     """Seed of the first sample; sample i of a prompt uses `seed + i`. Results don't depend on batch mates."""
+    min_p: _builtins.float
+    """Keep tokens that are at least this fraction as likely as the likeliest one, in [0, 1); 0 keeps everything."""
+    raw_log_probs: _builtins.bool
+    """Record the log-probabilities under the raw distribution too: temperature 1, no penalty, nothing cut off."""
     def __init__(
         self,
         *,
@@ -94,10 +148,12 @@ class Sampling(_message.Message):
         top_k: _builtins.int = ...,
         repetition_penalty: _builtins.float = ...,
         seed: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        raw_log_probs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_p", b"min_p", "raw_log_probs", b"raw_log_probs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -142,6 +198,76 @@ class Limits(_message.Message):
 Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
+class EarlyStop(_message.Message):
+    """When branches that lose are ended before their budget is. Decided from the trajectory's own branches alone, so it
+    does not depend on batch mates. All zero: never.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUORUM_FIELD_NUMBER: _builtins.int
+    STRAGGLER_FACTOR_FIELD_NUMBER: _builtins.int
+    MIN_MEAN_LOG_PROB_FIELD_NUMBER: _builtins.int
+    quorum: _builtins.int
+    """Once at least this many of the block's branches have closed themselves, stragglers are measured; 0 is off."""
+    straggler_factor: _builtins.float
+    """A straggler is closed when its span has this many times the tokens of the longest branch that closed itself; at
+    least 1 where `quorum` is set.
+    """
+    min_mean_log_prob: _builtins.float
+    """A branch is closed when the mean behaviour log-probability of its last 32 sampled tokens is below this; 0 is off."""
+    def __init__(
+        self,
+        *,
+        quorum: _builtins.int = ...,
+        straggler_factor: _builtins.float = ...,
+        min_mean_log_prob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_mean_log_prob", b"min_mean_log_prob", "quorum", b"quorum", "straggler_factor", b"straggler_factor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EarlyStop: _TypeAlias = EarlyStop  # noqa: Y015
+
+@_typing.final
+class BudgetPolicy(_message.Message):
+    """How a trajectory's token budget is spent on branches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARE_FIELD_NUMBER: _builtins.int
+    ON_EXHAUSTED_FIELD_NUMBER: _builtins.int
+    TAKEAWAY_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
+    EARLY_STOP_FIELD_NUMBER: _builtins.int
+    share: Global___BranchShare.ValueType
+    """How it is shared out."""
+    on_exhausted: Global___Exhaustion.ValueType
+    """What happens at its end."""
+    takeaway_reserve_tokens: _builtins.int
+    """Tokens that branches may not use: they are kept for what follows the join."""
+    @_builtins.property
+    def early_stop(self) -> Global___EarlyStop:
+        """Ends losing branches."""
+
+    def __init__(
+        self,
+        *,
+        share: Global___BranchShare.ValueType = ...,
+        on_exhausted: Global___Exhaustion.ValueType = ...,
+        takeaway_reserve_tokens: _builtins.int = ...,
+        early_stop: Global___EarlyStop | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["early_stop", b"early_stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early_stop", b"early_stop", "on_exhausted", b"on_exhausted", "share", b"share", "takeaway_reserve_tokens", b"takeaway_reserve_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BudgetPolicy: _TypeAlias = BudgetPolicy  # noqa: Y015
+
+@_typing.final
 class DecodingSpec(_message.Message):
     """Everything the engine needs to know besides the prompt."""
 
@@ -151,6 +277,7 @@ class DecodingSpec(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     VISIBILITY_FIELD_NUMBER: _builtins.int
     FORK_REFUSAL_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     visibility: Global___Visibility.ValueType
     """Whether blocks fork."""
     fork_refusal: Global___ForkRefusalPolicy.ValueType
@@ -163,6 +290,10 @@ class DecodingSpec(_message.Message):
     def limits(self) -> Global___Limits:
         """How long it may go on."""
 
+    @_builtins.property
+    def budget(self) -> Global___BudgetPolicy:
+        """How the token budget is spent on branches."""
+
     def __init__(
         self,
         *,
@@ -170,10 +301,11 @@ class DecodingSpec(_message.Message):
         limits: Global___Limits | None = ...,
         visibility: Global___Visibility.ValueType = ...,
         fork_refusal: Global___ForkRefusalPolicy.ValueType = ...,
+        budget: Global___BudgetPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "limits", b"limits", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fork_refusal", b"fork_refusal", "limits", b"limits", "sampling", b"sampling", "visibility", b"visibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "fork_refusal", b"fork_refusal", "limits", b"limits", "sampling", b"sampling", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from npr.types.v1 import policy_pb2 as npr_dot_types_dot_v1_dot_policy__pb2
 from npr.types.v1 import sampling_pb2 as npr_dot_types_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dnpr/types/v1/trajectory.proto\x12\x0cnpr.types.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19npr/types/v1/policy.proto\x1a\x1bnpr/types/v1/sampling.proto\"y\n\x0c\x42ranchLedger\x12\x15\n\rbudget_tokens\x18\x01 \x01(\r\x12\x13\n\x0bused_tokens\x18\x02 \x01(\r\x12\x15\n\rforced_tokens\x18\x03 \x01(\r\x12&\n\x04stop\x18\x04 \x01(\x0e\x32\x18.npr.types.v1.BranchStop\"Y\n\x0b\x42lockLedger\x12,\n\x08\x62ranches\x18\x01 \x03(\x0b\x32\x1a.npr.types.v1.BranchLedger\x12\x1c\n\x14\x63ritical_path_tokens\x18\x02 \x01(\r\"\xbd\x01\n\x06Ledger\x12\x14\n\x0ctotal_tokens\x18\x01 \x01(\r\x12\x1c\n\x14\x63ritical_path_tokens\x18\x02 \x01(\r\x12\x15\n\rforced_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x65ngine_steps\x18\x04 \x01(\r\x12\x12\n\npeak_pages\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12)\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x19.npr.types.v1.BlockLedger\"\x8d\x06\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x11\n\tprompt_id\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12\x1a\n\x12\x62\x65havior_log_probs\x18\x07 \x03(\x02\x12\x0e\n\x06\x66orced\x18\x08 \x03(\x08\x12\'\n\x06policy\x18\t \x01(\x0b\x32\x17.npr.types.v1.PolicyRef\x12,\n\nvisibility\x18\n \x01(\x0e\x32\x18.npr.types.v1.Visibility\x12&\n\x07outcome\x18\x0b \x01(\x0e\x32\x15.npr.types.v1.Outcome\x12\x37\n\x10malformed_reason\x18\x0c \x01(\x0e\x32\x1d.npr.types.v1.MalformedReason\x12&\n\x05limit\x18\r \x01(\x0e\x32\x17.npr.types.v1.LimitKind\x12\x18\n\x10\x62ranch_truncated\x18\x0e \x01(\x08\x12\x19\n\x11serialized_blocks\x18\x0f \x01(\r\x12$\n\x06ledger\x18\x10 \x01(\x0b\x32\x14.npr.types.v1.Ledger\x12\x15\n\rresponse_text\x18\x11 \x01(\t\x12.\n\nstarted_at\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inished_at\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07message\x18\x14 \x01(\t\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x38\n\x08metadata\x18\x16 \x03(\x0b\x32&.npr.types.v1.Trajectory.MetadataEntry\x12\x13\n\x0bprompt_text\x18\x17 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"<\n\tViolation\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xb9\x01\n\x05Score\x12*\n\x07verdict\x18\x01 \x01(\x0e\x32\x19.npr.types.v1.VerdictKind\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x16\n\x0e\x66ormat_penalty\x18\x04 \x01(\x02\x12+\n\nviolations\x18\x05 \x03(\x0b\x32\x17.npr.types.v1.Violation\x12\x0e\n\x06reward\x18\x06 \x01(\x02\x12\x0f\n\x07seconds\x18\x07 \x01(\x02\"d\n\x10ScoredTrajectory\x12,\n\ntrajectory\x18\x01 \x01(\x0b\x32\x18.npr.types.v1.Trajectory\x12\"\n\x05score\x18\x02 \x01(\x0b\x32\x13.npr.types.v1.Score*\xa7\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_COMPLETED\x10\x01\x12\x15\n\x11OUTCOME_MALFORMED\x10\x02\x12\x15\n\x11OUTCOME_TRUNCATED\x10\x03\x12\x13\n\x0fOUTCOME_ABORTED\x10\x04\x12\x14\n\x10OUTCOME_DEADLINE\x10\x05\x12\x13\n\x0fOUTCOME_REFUSED\x10\x06*\xdf\x02\n\x0fMalformedReason\x12 \n\x1cMALFORMED_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17MALFORMED_REASON_LABELS\x10\x01\x12\x1c\n\x18MALFORMED_REASON_NO_PLAN\x10\x02\x12\x1f\n\x1bMALFORMED_REASON_EMPTY_PLAN\x10\x03\x12&\n\"MALFORMED_REASON_TOO_MANY_BRANCHES\x10\x04\x12$\n MALFORMED_REASON_TOO_MANY_BLOCKS\x10\x05\x12\x1b\n\x17MALFORMED_REASON_LEDGER\x10\x06\x12\x1c\n\x18MALFORMED_REASON_KV_POOL\x10\x07\x12 \n\x1cMALFORMED_REASON_TAG_IN_STEP\x10\x08\x12#\n\x1fMALFORMED_REASON_UNEXPECTED_TAG\x10\t*\x94\x01\n\tLimitKind\x12\x1a\n\x16LIMIT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11LIMIT_KIND_TOKENS\x10\x01\x12\x1e\n\x1aLIMIT_KIND_CRITICAL_TOKENS\x10\x02\x12\x1c\n\x18LIMIT_KIND_BRANCH_TOKENS\x10\x03\x12\x16\n\x12LIMIT_KIND_CONTEXT\x10\x04*\x9c\x01\n\nBranchStop\x12\x1b\n\x17\x42RANCH_STOP_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42RANCH_STOP_CLOSED\x10\x01\x12\x16\n\x12\x42RANCH_STOP_BUDGET\x10\x02\x12\x13\n\x0f\x42RANCH_STOP_EOS\x10\x03\x12\x13\n\x0f\x42RANCH_STOP_TAG\x10\x04\x12\x17\n\x13\x42RANCH_STOP_ABORTED\x10\x05*~\n\x0bVerdictKind\x12\x1c\n\x18VERDICT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14VERDICT_KIND_CORRECT\x10\x01\x12\x1a\n\x16VERDICT_KIND_INCORRECT\x10\x02\x12\x1b\n\x17VERDICT_KIND_UNSCORABLE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dnpr/types/v1/trajectory.proto\x12\x0cnpr.types.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19npr/types/v1/policy.proto\x1a\x1bnpr/types/v1/sampling.proto\"y\n\x0c\x42ranchLedger\x12\x15\n\rbudget_tokens\x18\x01 \x01(\r\x12\x13\n\x0bused_tokens\x18\x02 \x01(\r\x12\x15\n\rforced_tokens\x18\x03 \x01(\r\x12&\n\x04stop\x18\x04 \x01(\x0e\x32\x18.npr.types.v1.BranchStop\"Y\n\x0b\x42lockLedger\x12,\n\x08\x62ranches\x18\x01 \x03(\x0b\x32\x1a.npr.types.v1.BranchLedger\x12\x1c\n\x14\x63ritical_path_tokens\x18\x02 \x01(\r\"\x8f\x02\n\x06Ledger\x12\x14\n\x0ctotal_tokens\x18\x01 \x01(\r\x12\x1c\n\x14\x63ritical_path_tokens\x18\x02 \x01(\r\x12\x15\n\rforced_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x65ngine_steps\x18\x04 \x01(\r\x12\x12\n\npeak_pages\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12)\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x19.npr.types.v1.BlockLedger\x12$\n\x06limits\x18\x08 \x01(\x0b\x32\x14.npr.types.v1.Limits\x12*\n\x06\x62udget\x18\t \x01(\x0b\x32\x1a.npr.types.v1.BudgetPolicy\"\xa4\x06\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x11\n\tprompt_id\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12\x1a\n\x12\x62\x65havior_log_probs\x18\x07 \x03(\x02\x12\x0e\n\x06\x66orced\x18\x08 \x03(\x08\x12\'\n\x06policy\x18\t \x01(\x0b\x32\x17.npr.types.v1.PolicyRef\x12,\n\nvisibility\x18\n \x01(\x0e\x32\x18.npr.types.v1.Visibility\x12&\n\x07outcome\x18\x0b \x01(\x0e\x32\x15.npr.types.v1.Outcome\x12\x37\n\x10malformed_reason\x18\x0c \x01(\x0e\x32\x1d.npr.types.v1.MalformedReason\x12&\n\x05limit\x18\r \x01(\x0e\x32\x17.npr.types.v1.LimitKind\x12\x18\n\x10\x62ranch_truncated\x18\x0e \x01(\x08\x12\x19\n\x11serialized_blocks\x18\x0f \x01(\r\x12$\n\x06ledger\x18\x10 \x01(\x0b\x32\x14.npr.types.v1.Ledger\x12\x15\n\rresponse_text\x18\x11 \x01(\t\x12.\n\nstarted_at\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inished_at\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07message\x18\x14 \x01(\t\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x38\n\x08metadata\x18\x16 \x03(\x0b\x32&.npr.types.v1.Trajectory.MetadataEntry\x12\x13\n\x0bprompt_text\x18\x17 \x01(\t\x12\x15\n\rraw_log_probs\x18\x18 \x03(\x02\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"<\n\tViolation\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xb9\x01\n\x05Score\x12*\n\x07verdict\x18\x01 \x01(\x0e\x32\x19.npr.types.v1.VerdictKind\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x16\n\x0e\x66ormat_penalty\x18\x04 \x01(\x02\x12+\n\nviolations\x18\x05 \x03(\x0b\x32\x17.npr.types.v1.Violation\x12\x0e\n\x06reward\x18\x06 \x01(\x02\x12\x0f\n\x07seconds\x18\x07 \x01(\x02\"d\n\x10ScoredTrajectory\x12,\n\ntrajectory\x18\x01 \x01(\x0b\x32\x18.npr.types.v1.Trajectory\x12\"\n\x05score\x18\x02 \x01(\x0b\x32\x13.npr.types.v1.Score*\xa7\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_COMPLETED\x10\x01\x12\x15\n\x11OUTCOME_MALFORMED\x10\x02\x12\x15\n\x11OUTCOME_TRUNCATED\x10\x03\x12\x13\n\x0fOUTCOME_ABORTED\x10\x04\x12\x14\n\x10OUTCOME_DEADLINE\x10\x05\x12\x13\n\x0fOUTCOME_REFUSED\x10\x06*\xdf\x02\n\x0fMalformedReason\x12 \n\x1cMALFORMED_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17MALFORMED_REASON_LABELS\x10\x01\x12\x1c\n\x18MALFORMED_REASON_NO_PLAN\x10\x02\x12\x1f\n\x1bMALFORMED_REASON_EMPTY_PLAN\x10\x03\x12&\n\"MALFORMED_REASON_TOO_MANY_BRANCHES\x10\x04\x12$\n MALFORMED_REASON_TOO_MANY_BLOCKS\x10\x05\x12\x1b\n\x17MALFORMED_REASON_LEDGER\x10\x06\x12\x1c\n\x18MALFORMED_REASON_KV_POOL\x10\x07\x12 \n\x1cMALFORMED_REASON_TAG_IN_STEP\x10\x08\x12#\n\x1fMALFORMED_REASON_UNEXPECTED_TAG\x10\t*\x94\x01\n\tLimitKind\x12\x1a\n\x16LIMIT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11LIMIT_KIND_TOKENS\x10\x01\x12\x1e\n\x1aLIMIT_KIND_CRITICAL_TOKENS\x10\x02\x12\x1c\n\x18LIMIT_KIND_BRANCH_TOKENS\x10\x03\x12\x16\n\x12LIMIT_KIND_CONTEXT\x10\x04*\xb3\x01\n\nBranchStop\x12\x1b\n\x17\x42RANCH_STOP_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42RANCH_STOP_CLOSED\x10\x01\x12\x16\n\x12\x42RANCH_STOP_BUDGET\x10\x02\x12\x13\n\x0f\x42RANCH_STOP_EOS\x10\x03\x12\x13\n\x0f\x42RANCH_STOP_TAG\x10\x04\x12\x17\n\x13\x42RANCH_STOP_ABORTED\x10\x05\x12\x15\n\x11\x42RANCH_STOP_EARLY\x10\x06*~\n\x0bVerdictKind\x12\x1c\n\x18VERDICT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14VERDICT_KIND_CORRECT\x10\x01\x12\x1a\n\x16VERDICT_KIND_INCORRECT\x10\x02\x12\x1b\n\x17VERDICT_KIND_UNSCORABLE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,30 +36,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAJECTORY_METADATAENTRY']._loaded_options = None
   _globals['_TRAJECTORY_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=1679
-  _globals['_OUTCOME']._serialized_end=1846
-  _globals['_MALFORMEDREASON']._serialized_start=1849
-  _globals['_MALFORMEDREASON']._serialized_end=2200
-  _globals['_LIMITKIND']._serialized_start=2203
-  _globals['_LIMITKIND']._serialized_end=2351
-  _globals['_BRANCHSTOP']._serialized_start=2354
-  _globals['_BRANCHSTOP']._serialized_end=2510
-  _globals['_VERDICTKIND']._serialized_start=2512
-  _globals['_VERDICTKIND']._serialized_end=2638
+  _globals['_OUTCOME']._serialized_start=1784
+  _globals['_OUTCOME']._serialized_end=1951
+  _globals['_MALFORMEDREASON']._serialized_start=1954
+  _globals['_MALFORMEDREASON']._serialized_end=2305
+  _globals['_LIMITKIND']._serialized_start=2308
+  _globals['_LIMITKIND']._serialized_end=2456
+  _globals['_BRANCHSTOP']._serialized_start=2459
+  _globals['_BRANCHSTOP']._serialized_end=2638
+  _globals['_VERDICTKIND']._serialized_start=2640
+  _globals['_VERDICTKIND']._serialized_end=2766
   _globals['_BRANCHLEDGER']._serialized_start=136
   _globals['_BRANCHLEDGER']._serialized_end=257
   _globals['_BLOCKLEDGER']._serialized_start=259
   _globals['_BLOCKLEDGER']._serialized_end=348
   _globals['_LEDGER']._serialized_start=351
-  _globals['_LEDGER']._serialized_end=540
-  _globals['_TRAJECTORY']._serialized_start=543
-  _globals['_TRAJECTORY']._serialized_end=1324
-  _globals['_TRAJECTORY_METADATAENTRY']._serialized_start=1277
-  _globals['_TRAJECTORY_METADATAENTRY']._serialized_end=1324
-  _globals['_VIOLATION']._serialized_start=1326
-  _globals['_VIOLATION']._serialized_end=1386
-  _globals['_SCORE']._serialized_start=1389
-  _globals['_SCORE']._serialized_end=1574
-  _globals['_SCOREDTRAJECTORY']._serialized_start=1576
-  _globals['_SCOREDTRAJECTORY']._serialized_end=1676
+  _globals['_LEDGER']._serialized_end=622
+  _globals['_TRAJECTORY']._serialized_start=625
+  _globals['_TRAJECTORY']._serialized_end=1429
+  _globals['_TRAJECTORY_METADATAENTRY']._serialized_start=1382
+  _globals['_TRAJECTORY_METADATAENTRY']._serialized_end=1429
+  _globals['_VIOLATION']._serialized_start=1431
+  _globals['_VIOLATION']._serialized_end=1491
+  _globals['_SCORE']._serialized_start=1494
+  _globals['_SCORE']._serialized_end=1679
+  _globals['_SCOREDTRAJECTORY']._serialized_start=1681
+  _globals['_SCOREDTRAJECTORY']._serialized_end=1781
 # @@protoc_insertion_point(module_scope)

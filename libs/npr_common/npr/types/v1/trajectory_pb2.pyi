@@ -164,6 +164,8 @@ class _BranchStopEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BranchStop
     """It sampled another structural tag; the trajectory ended."""
     BRANCH_STOP_ABORTED: _BranchStop.ValueType  # 5
     """A sibling or the client ended the trajectory."""
+    BRANCH_STOP_EARLY: _BranchStop.ValueType  # 6
+    """It was losing by the request's `EarlyStop`; `</step>` was forced."""
 
 class BranchStop(_BranchStop, metaclass=_BranchStopEnumTypeWrapper):
     """Why a branch stopped."""
@@ -180,6 +182,8 @@ BRANCH_STOP_TAG: BranchStop.ValueType  # 4
 """It sampled another structural tag; the trajectory ended."""
 BRANCH_STOP_ABORTED: BranchStop.ValueType  # 5
 """A sibling or the client ended the trajectory."""
+BRANCH_STOP_EARLY: BranchStop.ValueType  # 6
+"""It was losing by the request's `EarlyStop`; `</step>` was forced."""
 Global___BranchStop: _TypeAlias = BranchStop  # noqa: Y015
 
 class _VerdictKind:
@@ -285,6 +289,8 @@ class Ledger(_message.Message):
     PEAK_PAGES_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     total_tokens: _builtins.int
     """Tokens after the prompt, forced ones included."""
     critical_path_tokens: _builtins.int
@@ -301,6 +307,14 @@ class Ledger(_message.Message):
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockLedger]:
         """Forked blocks in order."""
 
+    @_builtins.property
+    def limits(self) -> _sampling_pb2.Limits:
+        """The limits it was held to, the engine's defaults filled in."""
+
+    @_builtins.property
+    def budget(self) -> _sampling_pb2.BudgetPolicy:
+        """The budget policy it was held to, defaults filled in."""
+
     def __init__(
         self,
         *,
@@ -311,10 +325,12 @@ class Ledger(_message.Message):
         peak_pages: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         blocks: _abc.Iterable[Global___BlockLedger] | None = ...,
+        limits: _sampling_pb2.Limits | None = ...,
+        budget: _sampling_pb2.BudgetPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "critical_path_tokens", b"critical_path_tokens", "engine_steps", b"engine_steps", "forced_tokens", b"forced_tokens", "peak_pages", b"peak_pages", "preemptions", b"preemptions", "total_tokens", b"total_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "budget", b"budget", "critical_path_tokens", b"critical_path_tokens", "engine_steps", b"engine_steps", "forced_tokens", b"forced_tokens", "limits", b"limits", "peak_pages", b"peak_pages", "preemptions", b"preemptions", "total_tokens", b"total_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,6 +385,7 @@ class Trajectory(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    RAW_LOG_PROBS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Unique: `<group_id>/<sample_index>`; the idempotency key of an append."""
     group_id: _builtins.str
@@ -431,6 +448,12 @@ class Trajectory(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels copied from the prompt."""
 
+    @_builtins.property
+    def raw_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One a response token, under the raw distribution (temperature 1, no penalty, nothing cut off); 0 where forced.
+        Empty unless `Sampling.raw_log_probs` asked for it.
+        """
+
     def __init__(
         self,
         *,
@@ -457,10 +480,11 @@ class Trajectory(_message.Message):
         traceparent: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         prompt_text: _builtins.str = ...,
+        raw_log_probs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished_at", b"finished_at", "ledger", b"ledger", "policy", b"policy", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_log_probs", b"behavior_log_probs", "branch_truncated", b"branch_truncated", "finished_at", b"finished_at", "forced", b"forced", "group_id", b"group_id", "ledger", b"ledger", "limit", b"limit", "malformed_reason", b"malformed_reason", "message", b"message", "metadata", b"metadata", "outcome", b"outcome", "policy", b"policy", "prompt_id", b"prompt_id", "prompt_length", b"prompt_length", "prompt_text", b"prompt_text", "response_text", b"response_text", "sample_index", b"sample_index", "serialized_blocks", b"serialized_blocks", "started_at", b"started_at", "token_ids", b"token_ids", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id", "visibility", b"visibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_log_probs", b"behavior_log_probs", "branch_truncated", b"branch_truncated", "finished_at", b"finished_at", "forced", b"forced", "group_id", b"group_id", "ledger", b"ledger", "limit", b"limit", "malformed_reason", b"malformed_reason", "message", b"message", "metadata", b"metadata", "outcome", b"outcome", "policy", b"policy", "prompt_id", b"prompt_id", "prompt_length", b"prompt_length", "prompt_text", b"prompt_text", "raw_log_probs", b"raw_log_probs", "response_text", b"response_text", "sample_index", b"sample_index", "serialized_blocks", b"serialized_blocks", "started_at", b"started_at", "token_ids", b"token_ids", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
