@@ -92,7 +92,7 @@ def test_a_parent_must_not_grow_while_branches_are_open() -> None:
 def test_the_audit_finds_faults(fault: str) -> None:
     table = tables()
     prompts = SharedPrompts(table)
-    row, _ = prompts.acquire((1, 2, 3))
+    row = prompts.acquire((1, 2, 3)).row
     table.extend(row, 6)
     assert not audit(table, prompts, [])
     if fault == "count":
@@ -119,10 +119,11 @@ def test_what_is_needed_is_what_is_allocated() -> None:
     feeder, pool = engine._feeder, engine._pool
     plain_feed = feeder.feed
 
-    def feed(trajectory: Any, chunks: Any) -> None:
-        expected, before = feeder.pages_needed(trajectory), pool.free_pages
-        plain_feed(trajectory, chunks)
+    def feed(trajectory: Any, chunks: Any, budget: int) -> int:
+        expected, before = feeder.pages_needed([trajectory]), pool.free_pages
+        planned = plain_feed(trajectory, chunks, budget)
         assert before - pool.free_pages == expected
+        return planned
 
     feeder.feed = feed  # type: ignore[method-assign]
     for index in range(30):

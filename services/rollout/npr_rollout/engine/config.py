@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class AttentionKind(StrEnum):
+    """The attention backends (`engine/attention/`)."""
+
+    AUTO = "auto"
+    CASCADE = "cascade"
+    FLASHINFER = "flashinfer"
+    SDPA = "sdpa"
 
 
 class EngineConfig(BaseModel):
@@ -13,7 +24,10 @@ class EngineConfig(BaseModel):
     page_size: int = Field(default=16, ge=1, description="tokens of a KV page")
     pages: int = Field(default=4096, ge=2, description="KV pages")
     max_running: int = Field(default=64, ge=1, description="trajectories decoded at once")
-    max_prefill_tokens: int = Field(default=8192, ge=1, description="prompt tokens admitted in one step")
+    prefill_tokens: int = Field(
+        default=2048, ge=1, description="tokens of prompts and recomputed trajectories fed in one step, beside decoding"
+    )
     max_branches: int = Field(default=16, ge=1, description="branches of a block, where the request sets no limit")
     max_blocks: int = Field(default=16, ge=1, description="blocks of a trajectory, where the request sets no limit")
+    attention: AttentionKind = Field(default=AttentionKind.AUTO, description="attention backend")
     audit_every_step: bool = Field(default=False, description="compare allocator and tables after every step")

@@ -12,11 +12,12 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from npr_common.tags import TagIds
 from npr_rollout.engine.admission import check_request, resolve_limits
 from npr_rollout.engine.audit import audit
 from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.feeding import Chunk, Feeder
+from npr_rollout.engine.feeding import Feeder
 from npr_rollout.engine.fork_join import Cues, end_branch, end_open_branches, enforce_budgets, fork
 from npr_rollout.engine.kv_pool import KvPool
 from npr_rollout.engine.ledger import Ledger
@@ -40,14 +41,38 @@ from npr_rollout.engine.request import Event, FinishedEvent, Request, TokensEven
 from npr_rollout.engine.results import make_result, refused
 from npr_rollout.engine.sampling import RandomSampler, Sampler, Samples, draw_key
 from npr_rollout.engine.scheduler import Scheduler
+from npr_rollout.engine.stopwatch import Stopwatch
 from npr_rollout.engine.trajectory import Span, Trajectory
 from npr_rollout.engine.trunk_grammar import TagVerdict, TrunkGrammar
 from npr_rollout.engine.validation import ForkValidator
 
 
+_COUNTS = (
+    "steps",
+    "tokens",
+    "forks",
+    "joins",
+    "preemptions",
+    "evictions",
+    "scheduling_seconds",
+    "forward_seconds",
+    "sampling_seconds",
+    "kv_tokens_read",
+    "kv_tokens_attended",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What the engine is doing; counts since it was made."""
+    """What the engine is doing; counts since it was made.
+
+    Attributes:
+        pages_used: pages that trajectories hold; `pages_cached` hold prompts that nobody uses now.
+        scheduling_seconds: spent in scheduling, planning and taking samples into the records; likewise
+            `forward_seconds` and `sampling_seconds`.
+        kv_tokens_read: tokens whose keys and values attention has read, shared segments once a step.
+        kv_tokens_attended: the same, had each row read its whole prefix by itself.
+    """
 
     running: int
     waiting: int
@@ -59,23 +84,24 @@ class EngineStatus:
     joins: int
     preemptions: int
     fork_refusals: dict[MalformedReason, int]
+    pages_cached: int
+    evictions: int
+    scheduling_seconds: float
+    forward_seconds: float
+    sampling_seconds: float
+    kv_tokens_read: int
+    kv_tokens_attended: int
 
     @classmethod
     def zero(cls) -> EngineStatus:
         """An engine that was never there."""
-        return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, {})
+        return cls(**{field.name: 0 for field in fields(cls)} | {"fork_refusals": {}})  # type: ignore[arg-type]
 
     def plus(self, later: EngineStatus) -> EngineStatus:
         """The state of `later`, with the counts of both."""
-        return replace(
-            later,
-            steps=self.steps + later.steps,
-            tokens=self.tokens + later.tokens,
-            forks=self.forks + later.forks,
-            joins=self.joins + later.joins,
-            preemptions=self.preemptions + later.preemptions,
-            fork_refusals=dict(Counter(self.fork_refusals) + Counter(later.fork_refusals)),
-        )
+        counts = {name: getattr(self, name) + getattr(later, name) for name in _COUNTS}
+        refusals = dict(Counter(self.fork_refusals) + Counter(later.fork_refusals))
+        return replace(later, fork_refusals=refusals, **counts)
 
 
 class Engine:
@@ -90,13 +116,16 @@ class Engine:
         *,
         policy_version: int = 0,
         sampler: Sampler | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Serve a model.
 
         Args:
-            model: a `transformers` causal language model; its attention function is replaced.
+            model: a `transformers` causal language model; its attention function is replaced, and on a CPU its linear
+                layers are.
             tokenizer: its tokenizer. Without single-token tags (before stage 2) nothing ever forks.
             sampler: how tokens are chosen, if not at random.
+            clock: what deadlines are compared with, in seconds.
         """
         self.config = config or EngineConfig()
         self.policy_version = policy_version
@@ -106,8 +135,12 @@ class Engine:
         self._tables = PageTables(self._pool)
         self._prompts = SharedPrompts(self._tables)
         self._feeder = Feeder(self._tables, self._prompts)
-        self._runner = ModelRunner(model, self._pool, self._tables)
-        self._scheduler = Scheduler(self._pool, self._feeder, self.config.max_running, self.config.max_prefill_tokens)
+        self._runner = ModelRunner(model, self._pool, self._tables, self.config.attention)
+        self._scheduler = Scheduler(
+            self._pool, self._prompts, self._feeder, self.config.max_running, self.config.prefill_tokens
+        )
+        self._clock = clock
+        self._deadlines: list[tuple[float, int, Trajectory]] = []  # a heap
         self._sampler = sampler or RandomSampler()
         self._dialect = dialect
         self._eos = _eos_ids(model, tokenizer)
@@ -120,6 +153,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._events: list[Event] = []
         self._counts: Counter[str] = Counter()
+        self._seconds = Stopwatch()
         self._refusals: Counter[MalformedReason] = Counter()
 
     # --- what callers use ---
@@ -154,10 +188,13 @@ class Engine:
         )
         self._live[request.request_id] = trajectory
         self._scheduler.add(trajectory)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, trajectory.arrival, trajectory))
         return request.request_id
 
     def step(self) -> list[Event]:
         """One forward pass over everything that runs, and what came of it. Cheap when there is nothing to do."""
+        self._seconds.start()
         self._expire()
         admitted, preempted = self._scheduler.schedule()
         now = time.time()
@@ -166,6 +203,7 @@ class Engine:
         self._counts["preemptions"] += len(preempted)
         if self._scheduler.running:
             self._decode()
+        self._seconds.lap("scheduling")
         if self.config.audit_every_step and (problems := self.audit()):
             raise InternalError("The KV audit failed: " + " ".join(problems), reason="KV_AUDIT")
         events, self._events = self._events, []
@@ -184,15 +222,22 @@ class Engine:
         """What the engine is doing."""
         return EngineStatus(
             running=len(self._scheduler.running),
-            waiting=self._scheduler.waiting_count,
+            waiting=len(self._scheduler.waiting),
             pages_total=self._pool.pages,
-            pages_used=self._pool.pages - self._pool.free_pages,
+            pages_used=self._pool.pages - self._pool.free_pages - self._prompts.idle_pages,
             steps=self._counts["steps"],
             tokens=self._counts["tokens"],
             forks=self._counts["forks"],
             joins=self._counts["joins"],
             preemptions=self._counts["preemptions"],
             fork_refusals=dict(self._refusals),
+            pages_cached=self._prompts.idle_pages,
+            evictions=self._prompts.evictions,
+            scheduling_seconds=self._seconds.of["scheduling"],
+            forward_seconds=self._seconds.of["forward"],
+            sampling_seconds=self._seconds.of["sampling"],
+            kv_tokens_read=self._counts["kv_tokens_read"],
+            kv_tokens_attended=self._counts["kv_tokens_attended"],
         )
 
     def audit(self) -> tuple[str, ...]:
@@ -202,29 +247,33 @@ class Engine:
     # --- one step ---
 
     def _expire(self) -> None:
-        now = time.monotonic()
-        late = [t for t in self._live.values() if t.request.deadline is not None and now >= t.request.deadline]
-        for trajectory in late:
-            self._finish(trajectory, Outcome.DEADLINE, "The deadline passed.")
+        now, late = self._clock(), False
+        while self._deadlines and (self._deadlines[0][2].finished or self._deadlines[0][0] <= now):
+            trajectory = heapq.heappop(self._deadlines)[2]
+            if not trajectory.finished:
+                self._finish(trajectory, Outcome.DEADLINE, "The deadline passed.")
+                late = True
         if late:
             self._scheduler.remove_finished()
 
     def _decode(self) -> None:
-        chunks: list[Chunk] = []
-        settled = [trajectory for trajectory in self._scheduler.running if trajectory.settled]
-        unsettled = [trajectory for trajectory in self._scheduler.running if not trajectory.settled]
-        spans = [span for trajectory in settled for span in trajectory.active]
-        self._feeder.feed_one_each(spans)
-        for trajectory in unsettled:
-            self._feeder.feed(trajectory, chunks)
-        logits, sampling = self._runner.forward(spans, chunks)
+        planned = self._runner.plan(*self._scheduler.plan())
+        self._seconds.lap("scheduling")
+        logits = self._runner.forward(planned)
+        self._seconds.lap("forward")
+        samples = self._sampler.sample(logits, planned.spans) if planned.spans else None
+        self._seconds.lap("sampling")
         self._tables.recycle()
         for trajectory in self._scheduler.running:
             trajectory.engine_steps += 1
-        self._counts["steps"] += 1
-        self._counts["tokens"] += len(sampling)
-        if sampling:
-            self._take(sampling, self._sampler.sample(logits, sampling))
+        self._counts.update(
+            steps=1,
+            tokens=len(planned.spans),
+            kv_tokens_read=planned.attention.tokens_read,
+            kv_tokens_attended=planned.attention.tokens_attended,
+        )
+        if samples is not None:
+            self._take(planned.spans, samples)
         self._stream(self._scheduler.running)
         self._scheduler.remove_finished()
 
@@ -334,7 +383,7 @@ class Engine:
         """What a step's body has said so far: nothing. None when no penalty is on."""
         if trajectory.request.sampling.repetition_penalty == 1.0:
             return None
-        return self._pool.layers[0].new_zeros(self._vocab_size, dtype=torch.bool)
+        return self._pool.keys[0].new_zeros(self._vocab_size, dtype=torch.bool)
 
     def _finish(
         self,

@@ -37,18 +37,15 @@ class KvShape:
 class KvPool:
     """`pages` pages of `page_size` slots; a slot holds one token's keys and values in every layer.
 
-    `layers[i]` is [pages * page_size, 2 * kv_heads * head_dim]: a slot's keys, then its values, in one row, so that
-    attention gathers both at once.
+    `keys[i]` and `values[i]` are layer i's, [slots, K, D]; the slots of page p are p * page_size and those that follow.
     """
 
     def __init__(self, shape: KvShape, pages: int, page_size: int) -> None:
         self.shape = shape
         self.pages = pages
         self.page_size = page_size
-        width = 2 * shape.kv_heads * shape.head_dim
-        self.layers = tuple(
-            torch.zeros(pages * page_size, width, dtype=shape.dtype, device=shape.device) for _ in range(shape.layers)
-        )
+        self.keys = tuple(self._layer() for _ in range(shape.layers))
+        self.values = tuple(self._layer() for _ in range(shape.layers))
         self._free = list(range(pages - 1, -1, -1))
         self._count = [0] * pages
 
@@ -92,3 +89,10 @@ class KvPool:
             self._count[page] -= 1
             if self._count[page] == 0:
                 self._free.append(page)
+
+    def _layer(self) -> torch.Tensor:
+        shape = self.shape
+        # Zeros, not garbage: a kernel that reads padding and masks it must not meet a NaN.
+        return torch.zeros(
+            self.pages * self.page_size, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=shape.device
+        )

@@ -24,12 +24,22 @@ from npr_rollout.engine.kv_pool import KvPool, PageAccountingError
 SlotArray = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]
 
+NO_ROW = -1
+"""The parent of a row that was not forked."""
+
 _INITIAL_ROWS = 64
 _INITIAL_WIDTH = 256
 
 
 class PageTables:
-    """The tables of all rows, as arrays, so that a decode step extends a whole batch at once."""
+    """The tables of all rows, as arrays, so that a decode step extends a whole batch at once.
+
+    Attributes:
+        slots: int32 [rows, width].
+        length: int64 [rows], tokens of each row.
+        parent: int64 [rows], the row it was forked from, or NO_ROW.
+        prefix: int64 [rows], how many of its tokens came from there.
+    """
 
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
@@ -39,7 +49,8 @@ class PageTables:
         self._next: IntArray = np.zeros(_INITIAL_ROWS, np.int64)  # the tail page's next slot
         self._pages: list[list[int]] = [[] for _ in range(_INITIAL_ROWS)]
         self._shared: list[int] = [0] * _INITIAL_ROWS  # how many of the pages came from the parent
-        self._prefix: list[int] = [0] * _INITIAL_ROWS  # how many of the tokens did
+        self.parent: IntArray = np.full(_INITIAL_ROWS, NO_ROW, np.int64)
+        self.prefix: IntArray = np.zeros(_INITIAL_ROWS, np.int64)
         self._unused = list(range(_INITIAL_ROWS - 1, -1, -1))
         self._retired: list[int] = []
         self._live: set[int] = set()
@@ -60,7 +71,8 @@ class PageTables:
         row = self._unused.pop()
         self._live.add(row)
         self.length[row] = self._room[row] = self._next[row] = 0
-        self._shared[row] = self._prefix[row] = 0
+        self._shared[row] = self.prefix[row] = 0
+        self.parent[row] = NO_ROW
         return row
 
     def fork(self, parent: int) -> int:
@@ -71,7 +83,8 @@ class PageTables:
         self.length[child] = length
         self.pool.share(self._pages[parent])
         self._pages[child] = list(self._pages[parent])
-        self._shared[child], self._prefix[child] = len(self._pages[parent]), int(length)
+        self._shared[child] = len(self._pages[parent])
+        self.parent[child], self.prefix[child] = parent, length
         return child
 
     def join(self, parent: int, children: Sequence[int]) -> None:
@@ -80,7 +93,7 @@ class PageTables:
         Raises:
             PageAccountingError: the parent has grown since the fork.
         """
-        if any(self._prefix[child] != self.length[parent] for child in children):
+        if any(self.prefix[child] != self.length[parent] for child in children):
             raise PageAccountingError(f"Row {parent} grew while its branches were open.")
         for child in children:
             self._take_over(parent, child)
@@ -135,7 +148,7 @@ class PageTables:
         self._retired.clear()
 
     def _take_over(self, parent: int, child: int) -> None:
-        prefix = self._prefix[child]
+        prefix = int(self.prefix[child])
         start, count = int(self.length[parent]), int(self.length[child]) - prefix
         self._reserve_width(start + count)
         self.slots[parent, start : start + count] = self.slots[child, prefix : prefix + count]
@@ -160,12 +173,13 @@ class PageTables:
     def _add_rows(self) -> None:
         rows = len(self.length)
         self.slots = np.concatenate([self.slots, np.zeros_like(self.slots)])
-        self.length, self._room, self._next = (
-            np.concatenate([array, np.zeros_like(array)]) for array in (self.length, self._room, self._next)
+        self.length, self._room, self._next, self.prefix = (
+            np.concatenate([array, np.zeros_like(array)])
+            for array in (self.length, self._room, self._next, self.prefix)
         )
+        self.parent = np.concatenate([self.parent, np.full_like(self.parent, NO_ROW)])
         self._pages.extend([] for _ in range(rows))
         self._shared.extend([0] * rows)
-        self._prefix.extend([0] * rows)
         self._unused.extend(range(2 * rows - 1, rows - 1, -1))
 
     def _reserve_width(self, width: int) -> None:

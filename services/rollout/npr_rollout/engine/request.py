@@ -47,6 +47,7 @@ class Request:
         priority: higher first; the lowest is preempted first.
         deadline: `time.monotonic()` after which it ends; None waits for ever.
         stream: whether `TokensEvent`s are wanted.
+        job: whom it is decoded for; jobs of one priority share the engine evenly.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     stream: bool = False
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)

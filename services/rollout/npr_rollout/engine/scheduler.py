@@ -1,57 +1,54 @@
-"""Who runs: admission, and who gives way under page pressure.
+"""Who runs: admission, the prefill budget of a step, and who gives way under page pressure.
 
 Invariants:
-- Higher priority first, then first come, first served; a preempted trajectory keeps its place.
-- Whole trajectories are preempted, lowest priority and youngest first. The first in line never gives way, and alone it
-  always fits (requests that could not are refused at once; forks that could not are refused by validation). So there
-  is progress in every step.
-- Before a forward pass is planned, the pool can pay for all of it.
+- Whole trajectories are preempted, lowest priority and youngest first. The oldest of the highest priority never gives
+  way, and alone it always fits (requests that could not are refused at once; forks that could not are refused by
+  validation). So it advances in every step, a join never waits for memory for ever, and everybody's turn comes.
+- Cached prompts are evicted before anybody is preempted, and as many as are needed before a pass is planned.
+- Before a forward pass is planned, the pool can pay for all that the running ones lack, not just for its part.
+- Decoding never waits for a prefill: a step feeds at most `prefill_tokens` beside the tokens that decode.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field
+from collections import Counter
 
-from npr_rollout.engine.feeding import Feeder
+from npr_rollout.engine.feeding import Chunk, Feeder
 from npr_rollout.engine.kv_pool import KvPool, PageAccountingError
-from npr_rollout.engine.trajectory import Trajectory
+from npr_rollout.engine.prompts import SharedPrompts
+from npr_rollout.engine.trajectory import Span, Trajectory
+from npr_rollout.engine.waiting_line import WaitingLine
 
-
-@dataclass(order=True, slots=True)
-class _Waiting:
-    rank: tuple[int, int]
-    trajectory: Trajectory = field(compare=False)
+_SHORT = 64  # tokens; what a fork or a join adds goes before prompts, so that those who decode keep decoding
 
 
 def _rank(trajectory: Trajectory) -> tuple[int, int]:
-    """Smaller runs earlier."""
+    """Smaller keeps its pages longer."""
     return -trajectory.request.priority, trajectory.arrival
 
 
 class Scheduler:
-    """The queue and the running set.
+    """The waiting line and the running set.
 
     Attributes:
         running: trajectories that are being decoded.
+        waiting: those that wait for admission.
     """
 
-    def __init__(self, pool: KvPool, feeder: Feeder, max_running: int, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, pool: KvPool, prompts: SharedPrompts, feeder: Feeder, max_running: int, prefill_tokens: int
+    ) -> None:
         self._pool = pool
+        self._prompts = prompts
         self._feeder = feeder
         self._max_running = max_running
-        self._max_prefill_tokens = max_prefill_tokens
-        self._waiting: list[_Waiting] = []
+        self._prefill_tokens = prefill_tokens
+        self.waiting = WaitingLine()
         self.running: list[Trajectory] = []
-
-    @property
-    def waiting_count(self) -> int:
-        """Trajectories that wait for admission."""
-        return sum(not entry.trajectory.finished for entry in self._waiting)
 
     def add(self, trajectory: Trajectory) -> None:
         """Put a trajectory in line."""
-        heapq.heappush(self._waiting, _Waiting(_rank(trajectory), trajectory))
+        self.waiting.add(trajectory)
 
     def remove_finished(self) -> None:
         """Forget running trajectories that have ended."""
@@ -64,11 +61,26 @@ class Scheduler:
             Those admitted, and those preempted.
         """
         preempted = self._make_room()
-        return ([] if preempted else self._admit()), preempted
+        admitted = [] if preempted else self._admit()
+        need = self._need()
+        while self._pool.free_pages < need:
+            self._prompts.evict()
+        return admitted, preempted
+
+    def plan(self) -> tuple[list[Span], list[Chunk]]:
+        """What the coming pass feeds: a token of each span that decodes, and chunks of those that have more to feed."""
+        spans = [span for trajectory in self.running if trajectory.settled for span in trajectory.active]
+        unsettled = [trajectory for trajectory in self.running if not trajectory.settled]
+        self._feeder.feed_one_each(spans)
+        chunks: list[Chunk] = []
+        budget = self._prefill_tokens
+        for trajectory in sorted(unsettled, key=lambda t: (t.row is None or t.unfed > _SHORT, _rank(t))):
+            budget -= self._feeder.feed(trajectory, chunks, budget)
+        return spans, chunks
 
     def _make_room(self) -> list[Trajectory]:
         preempted = []
-        while self._need(self.running) > self._pool.free_pages:
+        while self._need() > self._pool.free_pages + self._prompts.idle_pages:
             if len(self.running) == 1:
                 raise PageAccountingError("A trajectory alone does not fit into the pool: validation let it through.")
             victim = max(self.running, key=_rank)
@@ -81,28 +93,24 @@ class Scheduler:
 
     def _admit(self) -> list[Trajectory]:
         admitted: list[Trajectory] = []
-        prefill = 0
-        need = self._need(self.running)
-        while self._waiting and len(self.running) < self._max_running:
-            trajectory = self._waiting[0].trajectory
-            if not trajectory.finished:
-                tokens = sum(len(span.tokens) for span in trajectory.spans())
-                need += self._feeder.pages_needed(trajectory)
-                # A page for each that runs keeps newcomers from being preempted in their first steps.
-                headroom = len(self.running) if self.running else 0
-                if need + headroom > self._pool.free_pages or (
-                    admitted and prefill + tokens > self._max_prefill_tokens
-                ):
-                    break
-                prefill += tokens
-                admitted.append(trajectory)
-                self.running.append(trajectory)
-            heapq.heappop(self._waiting)
+        jobs = Counter(trajectory.request.job for trajectory in self.running)
+        need = self._need()
+        while len(self.running) < self._max_running and (trajectory := self.waiting.next(jobs)) is not None:
+            pages, cached = self._feeder.pages_to_admit(trajectory)
+            # A page for each that runs keeps newcomers from being preempted in their first steps.
+            need += pages + cached
+            if need + len(self.running) > self._pool.free_pages + self._prompts.idle_pages and self.running:
+                break
+            need -= cached
+            self.waiting.pop(trajectory)
+            self._feeder.admit(trajectory)
+            jobs[trajectory.request.job] += 1
+            admitted.append(trajectory)
+            self.running.append(trajectory)
         return admitted
 
-    def _need(self, trajectories: list[Trajectory]) -> int:
-        """Pages that the coming step allocates at most."""
-        settled = [span for trajectory in trajectories if trajectory.settled for span in trajectory.active]
-        return self._feeder.pages_needed_by(settled) + sum(
-            self._feeder.pages_needed(trajectory) for trajectory in trajectories if not trajectory.settled
-        )
+    def _need(self) -> int:
+        """Pages that those who run will allocate before they have sampled again."""
+        settled = [span for trajectory in self.running if trajectory.settled for span in trajectory.active]
+        unsettled = [trajectory for trajectory in self.running if not trajectory.settled]
+        return self._feeder.pages_needed_by(settled) + self._feeder.pages_needed(unsettled)

@@ -18,6 +18,7 @@ import torch
 
 from npr_rollout.engine.ledger import Ledger
 from npr_rollout.engine.outcomes import BranchStop, MalformedReason
+from npr_rollout.engine.prompts import SharedPrompt
 from npr_rollout.engine.request import BlockReport, BranchReport, Request
 from npr_rollout.engine.trunk_grammar import TrunkGrammar
 
@@ -127,8 +128,9 @@ class Trajectory:
         grammar: follows the trunk's tags; None where nothing ever forks.
         arrival: order of submission.
         frontier: index of the first segment that is not settled: all fed and, if a block, joined.
-        row: the trunk's table; None while it waits.
+        row: the trunk's table; None until its prompt is decoded.
         active: the spans that sample in the coming step.
+        prompt: the shared entry of its prompt; None while it waits.
         settled: whether each active span has just its last token to feed, and nothing else is to be done.
         pages: KV pages that it holds, shared ones included.
     """
@@ -141,6 +143,7 @@ class Trajectory:
     segments: list[Span | Block] = field(default_factory=list)
     frontier: int = 0
     row: int | None = None
+    prompt: SharedPrompt | None = None
     active: list[Span] = field(default_factory=list)
     settled: bool = False
     finished: bool = False
@@ -177,6 +180,23 @@ class Trajectory:
         return span
 
     @property
+    def unfed(self) -> int:
+        """Tokens whose keys and values are not in the pool, from the frontier on."""
+        return sum(
+            segment.unfed if isinstance(segment, Span) else sum(branch.unfed for branch in segment.branches)
+            for segment in self.segments[self.frontier :]
+        )
+
+    def samples(self, span: Span) -> bool:
+        """Whether a span samples once all is fed: an open branch, or the trunk at its end."""
+        return span.open if span.is_branch else span is self.segments[-1]
+
+    def samplers(self) -> list[Span]:
+        """The spans that sample once all is fed."""
+        last = self.segments[-1]
+        return [last] if isinstance(last, Span) else [branch for branch in last.branches if branch.open]
+
+    @property
     def critical(self) -> int:
         """Tokens after the prompt on the critical path, an open block left out."""
         return self.trunk.end - self.prompt_length
@@ -200,7 +220,7 @@ class Trajectory:
 
     def forget_cache(self) -> None:
         """Mark everything as not fed, after its rows were closed."""
-        self.frontier, self.row, self.pages, self.settled = 0, None, 0, False
+        self.frontier, self.row, self.prompt, self.pages, self.settled = 0, None, None, 0, False
         self.active = []
         for span in self.spans():
             span.fed, span.row = 0, None
