@@ -47,6 +47,7 @@ class Decoding:
         request_id: str,
         prompt_ids: Sequence[int],
         *,
+        job: str = "",
         priority: int = 0,
         deadline: float | None = None,
         stream: bool = False,
@@ -62,6 +63,7 @@ class Decoding:
             priority,
             deadline,
             stream,
+            job,
         )
 
 

@@ -114,6 +114,8 @@ class RolloutService:
             page_size=settings.page_size,
             pages=max(2, settings.kv_memory_mib * _MIB // page_bytes),
             max_running=settings.max_running,
+            prefill_tokens=settings.prefill_tokens,
+            attention=settings.attention,
             max_branches=settings.max_branches,
             max_blocks=settings.max_blocks,
             audit_every_step=settings.audit_every_step,

@@ -102,6 +102,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             joins=status.joins,
             audit_problems=problems,
             worker_id=self._worker_id,
+            preemptions=status.preemptions,
+            evictions=status.evictions,
+            pages_cached=status.pages_cached,
+            scheduling_seconds=status.scheduling_seconds,
+            forward_seconds=status.forward_seconds,
+            sampling_seconds=status.sampling_seconds,
+            kv_tokens_read=status.kv_tokens_read,
+            kv_tokens_attended=status.kv_tokens_attended,
         )
 
 

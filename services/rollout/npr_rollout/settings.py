@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from npr_rollout.engine.config import AttentionKind
+
 
 class RolloutSettings(BaseSettings):
     """Sizes of the engine, and how the worker takes work."""
@@ -19,6 +21,10 @@ class RolloutSettings(BaseSettings):
     kv_memory_mib: int = Field(default=1024, ge=1, description="memory for keys and values")
     page_size: int = Field(default=16, ge=1, description="tokens of a KV page")
     max_running: int = Field(default=192, ge=1, description="trajectories decoded at once")
+    prefill_tokens: int = Field(
+        default=2048, ge=1, description="tokens of prompts and recomputed trajectories fed in a step, beside decoding"
+    )
+    attention: AttentionKind = Field(default=AttentionKind.AUTO, description="attention backend")
     max_waiting: int = Field(default=1024, ge=1, description="Generate calls that may wait for the engine")
     max_branches: int = Field(default=16, ge=1, description="branches of a block, where a request sets no limit")
     max_blocks: int = Field(default=16, ge=1, description="blocks of a trajectory, where a request sets no limit")

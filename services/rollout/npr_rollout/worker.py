@@ -209,7 +209,8 @@ class Worker:
         def make(loaded: LoadedPolicy) -> Request:
             decoding = Decoding.parse(group.decoding, default_refusal=ForkRefusal.REJECT, seed_offset=index)
             ids.extend(encode_prompt(loaded.tokenizer, group.prompt))
-            return decoding.request(request_id, ids, priority=group.priority)
+            job = f"{group.run_id}/{group.channel}"
+            return decoding.request(request_id, ids, job=job, priority=group.priority)
 
         try:
             return await self._engine.decode(make)

@@ -46,7 +46,6 @@ from npr_rollout.engine.trajectory import Span, Trajectory
 from npr_rollout.engine.trunk_grammar import TagVerdict, TrunkGrammar
 from npr_rollout.engine.validation import ForkValidator
 
-
 _COUNTS = (
     "steps",
     "tokens",

@@ -56,7 +56,7 @@ class Feeder:
         return sum(map(self._prompt_pages, prompts.values())) + sum(map(self._own_pages, trajectories))
 
     def pages_to_admit(self, trajectory: Trajectory) -> tuple[int, int]:
-        """Pages that a trajectory will need if it is admitted now, and how many of the cached ones are its own prompt's."""
+        """Pages that a trajectory will need if it is admitted now, and how many cached ones are its own prompt's."""
         entry = self._prompts.find(trajectory.request.prompt_ids)
         own = self._own_pages(trajectory)
         if entry is None:
@@ -136,7 +136,7 @@ class Feeder:
             segment = trajectory.segments[trajectory.frontier]
             last = trajectory.frontier == len(trajectory.segments) - 1
             left -= self._feed_segment(trajectory, segment, chunks, left, sample=whole)
-            if last or not left and not whole:
+            if last or (not left and not whole):
                 break
             if isinstance(segment, Block):
                 self._join(trajectory, segment)

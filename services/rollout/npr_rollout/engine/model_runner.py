@@ -75,7 +75,9 @@ class ModelRunner:
         samplers = [*spans, *(chunk.span for chunk in chunks)]
         attention = make_plan(self._tables, rows[order], counts[order], lengths[order])
         ends = attention.runs[:, 3]
-        sampling = [(end - 1, span) for end, i in zip(ends.tolist(), order.tolist(), strict=True) if (span := samplers[i])]
+        sampling = [
+            (end - 1, span) for end, i in zip(ends.tolist(), order.tolist(), strict=True) if (span := samplers[i])
+        ]
         return Pass(
             _tokens(spans, chunks, order),
             _positions(first[order], counts[order]),
@@ -105,7 +107,8 @@ class ModelRunner:
 def _tokens(spans: Sequence[Span], chunks: Sequence[Chunk], order: Any) -> IntArray:
     last = [span.tokens[-1] for span in spans]
     if not chunks:
-        return _ints(last)[order]
+        tokens: IntArray = _ints(last)[order]
+        return tokens
     runs: list[Sequence[int]] = [*([token] for token in last), *(chunk.tokens for chunk in chunks)]
     return _ints(list(chain.from_iterable(runs[i] for i in order.tolist())))
 
@@ -115,7 +118,8 @@ def _positions(first: IntArray, counts: IntArray) -> IntArray:
     if bool((counts == 1).all()):
         return first
     begins = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(first - begins, counts)
+    positions: IntArray = np.arange(int(counts.sum())) + np.repeat(first - begins, counts)
+    return positions
 
 
 def _ints(values: Sequence[Any]) -> IntArray:

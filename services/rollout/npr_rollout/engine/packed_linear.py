@@ -25,7 +25,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)  # type: ignore[no-untyped-call]
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
         self._bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def can_pack(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.float32
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
 

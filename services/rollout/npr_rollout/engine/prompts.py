@@ -3,8 +3,8 @@
 Invariants:
 - An entry's row holds the first tokens of its prompt, all but the last when it is complete; each user feeds the last
   one itself and so gets its own logits. No trajectory forks from an incomplete entry.
-- An entry that nobody uses stays, if complete and not empty, until its pages are wanted: `evict` gives up the one that was left
-  longest ago. Others go at once.
+- An entry that nobody uses stays, if complete and not empty, until its pages are wanted: `evict` gives up the one that
+  was left longest ago. Others go at once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 
 
 class Stopwatch:
@@ -14,7 +14,7 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self.of: Counter[str] = Counter()
+        self.of: defaultdict[str, float] = defaultdict(float)
         self._last = time.perf_counter()
 
     def start(self) -> None:
@@ -24,5 +24,5 @@ class Stopwatch:
     def lap(self, name: str) -> None:
         """Count the time since the last lap or start under a name."""
         now = time.perf_counter()
-        self.of[name] += now - self._last  # type: ignore[assignment] - a Counter adds up floats as well
+        self.of[name] += now - self._last
         self._last = now

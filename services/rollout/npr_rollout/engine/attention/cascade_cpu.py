@@ -46,14 +46,15 @@ def _as_float(value: Any) -> Any:
     raise NotImplementedError  # compiled code only
 
 
-@overload(_as_float, strict=False)  # the annotations, which compiled code doesn't know, would differ
+# Not strict: the annotations, which compiled code doesn't know, would differ.
+@overload(_as_float, strict=False)  # type: ignore[untyped-decorator]
 def _overload_as_float(value: Any) -> Callable[[Any], Any]:
     if isinstance(value, types.Float):
         return lambda value: value
     return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
 
-def _cascade(  # noqa: PLR0917, PLR0913 - arrays, as a kernel takes them
+def _cascade(  # noqa: PLR0917, PLR0912 - arrays, as a kernel takes them
     query: Array,
     new_keys: Array,
     new_values: Array,

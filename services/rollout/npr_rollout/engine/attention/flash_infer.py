@@ -71,7 +71,8 @@ def _ranges(begins: IntArray, ends: IntArray) -> IntArray:
     """The numbers of all ranges, one range after the other."""
     counts = ends - begins
     offsets = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) - np.repeat(offsets - begins, counts)
+    ranges: IntArray = np.arange(int(counts.sum())) - np.repeat(offsets - begins, counts)
+    return ranges
 
 
 class FlashInferAttention:
@@ -98,10 +99,12 @@ class FlashInferAttention:
             if not planned:
                 planned.extend(self._plan(index, level, query, scale) for index, level in enumerate(levels))
             cache = keys[:, None], values[:, None]
+            out: Tensor
             out, mass = planned[0].run(query.contiguous(), cache, return_lse=True)
             for wrapper, index in zip(planned[1:], queries[1:], strict=True):
-                self._merge(wrapper, index, query, cache, out, mass)
-            return out  # type: ignore[no-any-return]
+                part = wrapper.run(query.contiguous() if index is None else query[index], cache, return_lse=True)
+                self._merge((out, mass), part, index)
+            return out
 
         return attend
 
@@ -127,16 +130,13 @@ class FlashInferAttention:
         )
         return wrapper
 
-    def _merge(
-        self, wrapper: Any, queries: Tensor | None, query: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, mass: Tensor
-    ) -> None:
-        """Fold a level into the result, for the queries that have it."""
+    def _merge(self, whole: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], queries: Tensor | None) -> None:
+        """Fold a level into the result, for the queries that have it (all of them if None)."""
         if queries is None:
-            part, part_mass = wrapper.run(query.contiguous(), cache, return_lse=True)
-            self._flashinfer.merge_state_in_place(out, mass, part, part_mass)
-            return
-        part, part_mass = wrapper.run(query[queries].contiguous(), cache, return_lse=True)
-        out[queries], mass[queries] = self._flashinfer.merge_state(out[queries], mass[queries], part, part_mass)
+            self._flashinfer.merge_state_in_place(*whole, *part)
+        else:
+            out, mass = whole
+            out[queries], mass[queries] = self._flashinfer.merge_state(out[queries], mass[queries], *part)
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.shape.device, non_blocking=True)

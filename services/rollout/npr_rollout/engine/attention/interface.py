@@ -88,8 +88,8 @@ def paged_attention(  # noqa: PLR0917 - transformers calls it so
     layer = module.layer_idx
     assert isinstance(layer, int)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    by_token = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return npr_attend(layer, *by_token, scale)[None], None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return npr_attend(layer, query, key, value, scale)[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -24,15 +24,6 @@ from npr_rollout.engine.page_table import NO_ROW, IntArray, PageTables, SlotArra
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive tokens of one row that are fed in one pass; the last of them sees `kv_length` tokens, itself included."""
-
-    row: int
-    count: int
-    kv_length: int
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Segments of tables, and who attends to them.
 
@@ -97,7 +88,7 @@ def make_plan(tables: PageTables, rows: IntArray, counts: IntArray, kv_lengths: 
 
 def _inherited(tables: PageTables, rows: IntArray, begins: IntArray, ends: IntArray) -> Sequence[IntArray]:
     """One level a generation of ancestors: the segments that rows inherit from their parents, then grandparents."""
-    levels = []
+    levels: list[IntArray] = []
     heirs = rows
     while True:
         kept = tables.parent[heirs] != NO_ROW
