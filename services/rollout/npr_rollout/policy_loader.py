@@ -39,7 +39,7 @@ class PolicyLoader:
     def __init__(self, store: PolicyStore, device: str = "auto", dtype: str = "auto") -> None:
         self._store = store
         self._device = _device(device)
-        self._dtype = _dtype(dtype, self._device)
+        self._dtype = _dtype(dtype)
 
     async def load(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
         """Fetch, verify and load, in a thread of its own.
@@ -87,9 +87,9 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+def _dtype(name: str) -> torch.dtype | str:
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        return name
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise FailedPreconditionError(f"NPR_ROLLOUT_DTYPE is {name!r}: name a torch dtype such as bfloat16")

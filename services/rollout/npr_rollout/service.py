@@ -109,13 +109,14 @@ class RolloutService:
 
     def _engine_config(self, policy: LoadedPolicy) -> EngineConfig:
         settings = self._settings
-        page_bytes = kv_shape(policy.model).bytes_per_token * settings.page_size
+        page_bytes = kv_shape(policy.model, settings.kv_dtype).bytes_per_token * settings.page_size
         return EngineConfig(
             page_size=settings.page_size,
             pages=max(2, settings.kv_memory_mib * _MIB // page_bytes),
             max_running=settings.max_running,
             prefill_tokens=settings.prefill_tokens,
             attention=settings.attention,
+            kv_dtype=settings.kv_dtype,
             max_branches=settings.max_branches,
             max_blocks=settings.max_blocks,
             audit_every_step=settings.audit_every_step,

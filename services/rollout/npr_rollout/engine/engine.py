@@ -130,7 +130,7 @@ class Engine:
         self.policy_version = policy_version
         self.context = int(model.config.max_position_embeddings)
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self._pool = KvPool(kv_shape(model), self.config.pages, self.config.page_size)
+        self._pool = KvPool(kv_shape(model, self.config.kv_dtype), self.config.pages, self.config.page_size)
         self._tables = PageTables(self._pool)
         self._prompts = SharedPrompts(self._tables)
         self._feeder = Feeder(self._tables, self._prompts)
