@@ -99,6 +99,7 @@ def trajectory_message(
         token_ids=result.token_ids,
         prompt_length=result.prompt_length,
         behavior_log_probs=result.log_probs,
+        raw_log_probs=result.raw_log_probs,
         forced=result.forced,
         policy=policy,
         visibility=result.visibility.value,
@@ -137,6 +138,8 @@ def _sampling(message: sampling_pb2.Sampling, seed_offset: int) -> SamplingParam
         top_k=message.top_k,
         repetition_penalty=message.repetition_penalty or 1.0,
         seed=message.seed + seed_offset,
+        min_p=message.min_p,
+        raw_log_probs=message.raw_log_probs,
     )
 
 

@@ -42,7 +42,7 @@ from npr_rollout.engine.results import make_result, refused
 from npr_rollout.engine.sampling import RandomSampler, Sampler, Samples, draw_key
 from npr_rollout.engine.scheduler import Scheduler
 from npr_rollout.engine.stopwatch import Stopwatch
-from npr_rollout.engine.trajectory import Span, Trajectory
+from npr_rollout.engine.trajectory import Drawn, Span, Trajectory
 from npr_rollout.engine.trunk_grammar import TagVerdict, TrunkGrammar
 from npr_rollout.engine.validation import ForkValidator
 
@@ -279,46 +279,46 @@ class Engine:
     def _take(self, spans: list[Span], samples: Samples) -> None:
         """Take one sampled token into each span's record."""
         special = self._special
-        for span, token, log_prob in zip(spans, samples.tokens, samples.log_probs, strict=True):
+        for span, drawn in zip(spans, samples.rows(), strict=True):
             trajectory = span.owner
             if trajectory.finished:
                 continue
-            if token not in special:
-                span.add(token, log_prob)
+            if drawn.token not in special:
+                span.add(drawn)
                 trajectory.ledger.spend()
                 if span.seen is not None:
-                    span.seen[token] = True
+                    span.seen[drawn.token] = True
                 if not span.is_branch:
                     self._check_trunk_limits(trajectory)
             elif span.is_branch:
-                self._special_in_branch(span, token, log_prob)
+                self._special_in_branch(span, drawn)
             else:
-                self._special_in_trunk(span, token, log_prob)
+                self._special_in_trunk(span, drawn)
         self._enforce_budgets(span.owner for span in spans if span.is_branch)
 
-    def _special_in_branch(self, span: Span, token: int, log_prob: float) -> None:
+    def _special_in_branch(self, span: Span, drawn: Drawn) -> None:
         """A branch ends at its `</step>` or EOS; any other tag ends the trajectory."""
-        if token == self._cues.step_end:
-            span.add(token, log_prob)
+        if drawn.token == self._cues.step_end:
+            span.add(drawn)
             end_branch(span, BranchStop.CLOSED, self._cues)
-        elif token in self._eos:
+        elif drawn.token in self._eos:
             end_branch(span, BranchStop.EOS, self._cues)
         else:
-            span.add(token, log_prob)
+            span.add(drawn)
             span.owner.ledger.spend()
             end_branch(span, BranchStop.TAG, self._cues)
             self._finish(
                 span.owner, Outcome.MALFORMED, "A structural tag stands in a step.", reason=MalformedReason.TAG_IN_STEP
             )
 
-    def _special_in_trunk(self, span: Span, token: int, log_prob: float) -> None:
+    def _special_in_trunk(self, span: Span, drawn: Drawn) -> None:
         trajectory = span.owner
-        span.add(token, log_prob)
+        span.add(drawn)
         trajectory.ledger.spend()
-        if token in self._eos:
+        if drawn.token in self._eos:
             self._end_of_text(trajectory)
         elif trajectory.grammar is not None and self._tags is not None:
-            verdict = trajectory.grammar.take(self._tags.tag_of[token], len(span.tokens) - 1)
+            verdict = trajectory.grammar.take(self._tags.tag_of[drawn.token], len(span.tokens) - 1)
             self._trunk_tag(trajectory, verdict)
         if not trajectory.finished and trajectory.open_block is None:
             self._check_trunk_limits(trajectory)
@@ -426,6 +426,7 @@ def _news(trajectory: Trajectory) -> Iterable[TokensEvent]:
                 tuple(span.tokens[begin:]),
                 tuple(span.log_probs[told]),
                 tuple(span.forced[told]),
+                tuple((span.raw_log_probs or ())[told]),
             )
 
 
