@@ -27,8 +27,17 @@ from npr_common.tags import TagIds
 from npr_common.topology import topology
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine, EngineStatus
-from npr_rollout.engine.outcomes import BranchStop, ForkRefusal, Outcome, Visibility
-from npr_rollout.engine.request import FinishedEvent, Limits, Request, Result, SamplingParams, TokensEvent
+from npr_rollout.engine.outcomes import BranchShare, BranchStop, Exhaustion, ForkRefusal, Outcome, Visibility
+from npr_rollout.engine.request import (
+    BudgetPolicy,
+    EarlyStop,
+    FinishedEvent,
+    Limits,
+    Request,
+    Result,
+    SamplingParams,
+    TokensEvent,
+)
 from npr_rollout.engine.sampling import RandomSampler, Samples
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
@@ -232,6 +241,8 @@ class Driver:
                 top_p=float(random.choice([0.8, 1.0])),
                 top_k=int(random.choice([0, 5])),
                 repetition_penalty=float(random.choice([1.0, 1.3])),
+                min_p=float(random.choice([0.0, 0.0, 0.1])),
+                raw_log_probs=bool(random.random() < 0.2),
                 seed=int(random.integers(1 << 30)),
             ),
             Limits(
@@ -246,6 +257,12 @@ class Driver:
             deadline=self.now + float(random.exponential(40.0)) if random.random() < 0.3 else None,
             stream=bool(random.random() < 0.3),
             job=str(random.integers(3)),
+            budget=BudgetPolicy(
+                BranchShare(int(random.choice(list(BranchShare)))),
+                Exhaustion(int(random.choice([Exhaustion.CLOSE, Exhaustion.CLOSE, Exhaustion.TRUNCATE]))),
+                takeaway_reserve_tokens=int(random.choice([0, 0, 10])),
+                early_stop=EarlyStop(quorum=int(random.choice([0, 0, 1])), straggler_factor=1.5),
+            ),
         )
         self.requests[request.request_id] = request
         self.engine.submit(request)
@@ -293,6 +310,8 @@ def check_result(request: Request, result: Result, streamed: Sequence[TokensEven
     assert result.outcome in set(Outcome)
     assert result.token_ids[: result.prompt_length] == request.prompt_ids
     assert len(response) == len(result.log_probs) == len(result.forced) == result.ledger.total_tokens
+    if request.sampling.raw_log_probs and result.outcome is not Outcome.REFUSED:
+        assert len(result.raw_log_probs) == len(response)
     if request.limits.max_tokens is not None:
         assert result.ledger.total_tokens <= request.limits.max_tokens
     for block in result.ledger.blocks:
@@ -316,16 +335,11 @@ def check_result(request: Request, result: Result, streamed: Sequence[TokensEven
         assert shape.critical_path_length == result.ledger.critical_path_tokens
 
 
-def alone(request: Request, version: int) -> Result:
-    """The same request in an engine that it has to itself."""
-    engine = Engine(
-        copy.deepcopy(MODELS[version % 2]),
-        TOKENIZER,
-        DIALECT,
-        EngineConfig(pages=400, page_size=4),
-        sampler=GuidedSampler(),
-    )
-    engine.submit(replace(request, deadline=None, stream=False, limits=request.limits))
+def alone(request: Request, version: int, config: dict[str, Any]) -> Result:
+    """The same request in an engine of this size that it has to itself: how much fits is the size's to say."""
+    model = copy.deepcopy(MODELS[version % 2])
+    engine = Engine(model, TOKENIZER, DIALECT, EngineConfig(**config), sampler=GuidedSampler())
+    engine.submit(replace(request, deadline=None, stream=False))
     results = []
     while not engine.idle:
         results += [event.result for event in engine.step() if isinstance(event, FinishedEvent)]
@@ -367,7 +381,7 @@ def _compare_with_alone(driver: Driver) -> None:
     assert len(preempted) > 50 * SHARE
     chosen = preempted[:: max(1, len(preempted) // 150)] + natural[:: max(1, len(natural) // 150)]
     for request_id, version, result in chosen:
-        expected = alone(driver.requests[request_id], version)
+        expected = alone(driver.requests[request_id], version, driver.config)
         assert result.token_ids == expected.token_ids, request_id
         assert result.log_probs == expected.log_probs, request_id
         assert (result.outcome, result.malformed_reason) == (expected.outcome, expected.malformed_reason), request_id

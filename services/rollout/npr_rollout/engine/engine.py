@@ -30,7 +30,7 @@ from npr_rollout.engine.admission import check_request, resolve_limits
 from npr_rollout.engine.audit import audit
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.feeding import Feeder
-from npr_rollout.engine.fork_join import Cues, end_branch, end_open_branches, enforce_budgets, fork
+from npr_rollout.engine.fork_join import Cues, close_spent_branches, end_branch, end_open_branches, fork, join
 from npr_rollout.engine.kv_pool import KvPool
 from npr_rollout.engine.ledger import Ledger
 from npr_rollout.engine.model_runner import ModelRunner, kv_shape
@@ -182,7 +182,7 @@ class Engine:
             request,
             draw_key(request.sampling.seed, request.prompt_ids),
             next(self._arrivals),
-            Ledger(limits),
+            Ledger(limits, request.budget),
             TrunkGrammar(self._dialect) if parallel else None,
         )
         self._live[request.request_id] = trajectory
@@ -369,14 +369,23 @@ class Engine:
 
     def _enforce_budgets(self, trajectories: Iterable[Trajectory]) -> None:
         for trajectory in dict.fromkeys(trajectories):
-            if not trajectory.finished and enforce_budgets(trajectory, self._cues):
+            if trajectory.finished or trajectory.open_block is None:
+                continue
+            limit = close_spent_branches(trajectory, self._cues)
+            if limit is not LimitKind.NONE:
+                self._finish_at(trajectory, limit)
+            elif trajectory.open_block.closed:
+                join(trajectory, self._cues)
                 self._counts["joins"] += 1
                 self._check_trunk_limits(trajectory)
 
     def _check_trunk_limits(self, trajectory: Trajectory) -> None:
         limit = trajectory.ledger.trunk_limit(trajectory.critical)
         if limit is not LimitKind.NONE:
-            self._finish(trajectory, Outcome.TRUNCATED, f"It reached its limit: {limit.name.lower()}.", limit=limit)
+            self._finish_at(trajectory, limit)
+
+    def _finish_at(self, trajectory: Trajectory, limit: LimitKind) -> None:
+        self._finish(trajectory, Outcome.TRUNCATED, f"It reached its limit: {limit.name.lower()}.", limit=limit)
 
     def _new_body(self, trajectory: Trajectory) -> Any:
         """What a step's body has said so far: nothing. None when no penalty is on."""

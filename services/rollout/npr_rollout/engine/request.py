@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from npr_rollout.engine.outcomes import BranchStop, ForkRefusal, LimitKind, MalformedReason, Outcome, Visibility
+from npr_rollout.engine.outcomes import (
+    BranchShare,
+    BranchStop,
+    Exhaustion,
+    ForkRefusal,
+    LimitKind,
+    MalformedReason,
+    Outcome,
+    Visibility,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,54 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """When branches that lose are ended before their budget is. All zero: never.
+
+    Attributes:
+        quorum: once so many branches of the block have closed themselves, the others are measured; 0 is off.
+        straggler_factor: a branch is ended when its span has this many times the tokens of the longest of these.
+        min_mean_log_prob: a branch is ended when the mean log-probability of its last 32 sampled tokens is below this;
+            0 is off.
+    """
+
+    quorum: int = 0
+    straggler_factor: float = 0.0
+    min_mean_log_prob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPolicy:
+    """How a trajectory's tokens are spent on branches.
+
+    Attributes:
+        share: from one account as they come, or an equal part each.
+        on_exhausted: whether a branch that has used up its tokens is closed, or the trajectory ends.
+        takeaway_reserve_tokens: kept for what follows the join, in every limit of the trajectory.
+    """
+
+    share: BranchShare = BranchShare.FIRST_COME
+    on_exhausted: Exhaustion = Exhaustion.CLOSE
+    takeaway_reserve_tokens: int = 0
+    early_stop: EarlyStop = EarlyStop()
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedLimits:
+    """A request's limits with the engine's defaults filled in; all in tokens after the prompt.
+
+    Attributes:
+        critical_kind: what `max_critical_tokens` stands for: the request's own limit or the model's context.
+    """
+
+    max_tokens: int
+    max_critical_tokens: int
+    critical_kind: LimitKind
+    max_branch_tokens: int
+    max_branches: int
+    max_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One trajectory to decode.
 
@@ -65,6 +122,7 @@ class Request:
     deadline: float | None = None
     stream: bool = False
     job: str = ""
+    budget: BudgetPolicy = BudgetPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +153,7 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True)
 class LedgerReport:
-    """Tokens after the prompt, steps and pages of one trajectory over all its branches."""
+    """Tokens after the prompt, steps and pages of one trajectory over all its branches, and what it was held to."""
 
     total_tokens: int = 0
     critical_path_tokens: int = 0
@@ -104,6 +162,8 @@ class LedgerReport:
     peak_pages: int = 0
     preemptions: int = 0
     blocks: tuple[BlockReport, ...] = ()
+    limits: ResolvedLimits | None = None
+    budget: BudgetPolicy = BudgetPolicy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from npr_rollout.engine.ledger import Ledger
-from npr_rollout.engine.outcomes import BranchStop, MalformedReason
+from npr_rollout.engine.outcomes import BranchStop, LimitKind, MalformedReason
 from npr_rollout.engine.prompts import SharedPrompt
 from npr_rollout.engine.request import BlockReport, BranchReport, Request
 from npr_rollout.engine.trunk_grammar import TrunkGrammar
@@ -115,10 +115,15 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A forked block: branches in plan order."""
+    """A forked block: branches in plan order.
+
+    Attributes:
+        budget_limit: the limit that its branches' budget comes from.
+    """
 
     index: int
     branches: list[Span]
+    budget_limit: LimitKind
     started_at: float
     finished_at: float = 0.0
 
