@@ -279,7 +279,9 @@ class Engine:
     def _take(self, spans: list[Span], samples: Samples) -> None:
         """Take one sampled token into each span's record."""
         special = self._special
-        for span, drawn in zip(spans, samples.rows(), strict=True):
+        drawn_by_span = zip(spans, samples.rows(), strict=True)
+        # Branches in plan order, not as the pass had them: which one ends a trajectory must not depend on the load.
+        for span, drawn in sorted(drawn_by_span, key=lambda pair: pair[0].branch):
             trajectory = span.owner
             if trajectory.finished:
                 continue
