@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from npr.types.v1 import policy_pb2
+from npr_common.canary import Canary
 from npr_common.dialects import Dialect, DialectError, load_dialect
 from npr_common.errors import DataLossError, FailedPreconditionError, NotFoundError
 from npr_common.policy_store import PolicyStore
@@ -35,12 +36,17 @@ class PolicyStamp:
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy in memory."""
+    """A policy in memory.
+
+    Attributes:
+        canary: what it must say to the canary's prompt; None where it was published without.
+    """
 
     ref: policy_pb2.PolicyRef
     model: Any
     tokenizer: Any
     dialect: Dialect
+    canary: Canary | None = None
 
     @property
     def stamp(self) -> PolicyStamp:
@@ -87,7 +93,7 @@ class PolicyLoader:
             tokenizer = load_tokenizer(folder)
         except (DialectError, TokenizerError) as error:
             raise FailedPreconditionError(f"policy {ref.line} version {ref.version}: {error}") from error
-        return LoadedPolicy(ref, self._model(folder, ref), tokenizer, dialect)
+        return LoadedPolicy(ref, self._model(folder, ref), tokenizer, dialect, manifest.metadata.canary)
 
     def _model(self, folder: Path, ref: policy_pb2.PolicyRef) -> Any:
         try:

@@ -17,6 +17,7 @@ from functools import partial
 
 from npr.types.v1 import policy_pb2
 from npr_common.errors import FailedPreconditionError
+from npr_rollout.canary import CanaryCheck
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.model_runner import kv_shape
@@ -81,9 +82,18 @@ class PolicySwitch:
         await self._engine.check_can_swap()
         policy = await self._loader.load(ref)
         config = engine_config(policy, self._settings)
+        await self._check(policy, config)
         swapped = await self._engine.replace(partial(_serving, policy, config), in_flight)
         log.info("serving %s (%s), %d requests aborted", _name(ref), ref.digest[:12], swapped.aborted)
         return swapped
+
+    async def _check(self, policy: LoadedPolicy, config: EngineConfig) -> None:
+        """The canary forward, on pages of its own, which are free again afterwards."""
+        try:
+            check = await asyncio.to_thread(CanaryCheck, policy, config)
+        except RuntimeError as error:  # what torch raises, also where memory is short
+            raise FailedPreconditionError(f"Policy {_name(policy.ref)} can't be served here: {error}") from error
+        await self._engine.between_steps(check.run)
 
 
 def engine_config(policy: LoadedPolicy, settings: RolloutSettings) -> EngineConfig:
