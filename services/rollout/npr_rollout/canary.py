@@ -28,9 +28,9 @@ _PREFILL_TOKENS = 8  # several chunks, so that later ones read from pages what e
 _SPARE_PAGES = 4
 
 # The reference is computed in float32 from the weights as published; what the engine may be off is its own rounding.
-# Measured on small models: 1e-5 in float32, 0.13 in bfloat16. A number of bfloat16 has 8 bits, so a logit of 16 alone is
-# rounded to a multiple of 1/8, and each layer adds its own; float16 has 3 bits more. An alarm for nothing would keep a
-# good policy from being served, and what this is to find is off by nats.
+# Measured on small models: 1e-5 in float32, 0.13 in bfloat16. A bfloat16 has 8 bits, so a logit of 16 alone is rounded
+# to a multiple of 1/8, and each layer adds its own; float16 has 3 bits more. An alarm for nothing would keep a good
+# policy from being served, and what this is to find is off by nats.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
 
 

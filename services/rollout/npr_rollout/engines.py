@@ -256,15 +256,15 @@ class Engines:
 
     def _step_old(self) -> None:
         assert self._old is not None
-        if self._old.idle:
-            self._retire_old()
-            return
         try:
             self._old.step()
         except Exception as error:
             log.critical("the old engine failed; only its requests end", exc_info=error)
             self._old.fail(_fault(error))
             self._retire_old()
+        else:
+            if self._old.idle:
+                self._retire_old()
 
     def _retire_old(self) -> None:
         assert self._old is not None

@@ -17,6 +17,7 @@ from functools import partial
 
 from npr.types.v1 import policy_pb2
 from npr_common.errors import FailedPreconditionError
+from npr_common.telemetry import meter, names
 from npr_rollout.canary import CanaryCheck
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
@@ -48,6 +49,7 @@ class PolicySwitch:
         self._loader = loader
         self._settings = settings
         self._under_way: _UnderWay | None = None
+        self._swaps = meter().create_counter(names.METRIC_ENGINE_SWAPS)
 
     async def settled(self) -> None:
         """Returns when no swap is under way."""
@@ -84,6 +86,7 @@ class PolicySwitch:
         config = engine_config(policy, self._settings)
         await self._check(policy, config)
         swapped = await self._engine.replace(partial(_serving, policy, config), in_flight)
+        self._swaps.add(1, {"in_flight": in_flight.name.lower()})
         log.info("serving %s (%s), %d requests aborted", _name(ref), ref.digest[:12], swapped.aborted)
         return swapped
 
