@@ -208,12 +208,12 @@ class Engine:
         events, self._events = self._events, []
         return events
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with all its branches, at any moment; whether it was on its way."""
+    def abort(self, request_id: str, message: str = "The client left.") -> bool:
+        """End a request with all its branches, at any moment; whether it was on its way. `message` says why."""
         trajectory = self._live.get(request_id)
         if trajectory is None:
             return False
-        self._finish(trajectory, Outcome.ABORTED, "The client left.")
+        self._finish(trajectory, Outcome.ABORTED, message)
         self._scheduler.remove_finished()
         return True
 
