@@ -17,6 +17,7 @@ from npr_rollout.engine.sampling import RandomSampler, Samples
 from npr_rollout.engine.trajectory import Span
 
 _T = TypeVar("_T", int, float)
+_PARTS = ("scheduling", "forward", "sampling")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ the prompts to having all answers, prefill included.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
-from _decoding import EndlessSampler, decode
+from _decoding import Decoding, EndlessSampler, decode
 from _subjects import DIALECT, Subject
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -46,9 +47,7 @@ class EnginePeer:
     """This engine, as its service runs it.
 
     Attributes:
-        shares: of its time in the last round: scheduling, forward, sampling.
-        kv_tokens_read: tokens whose keys and values a step of the last round has read, on average.
-        peak_pages: KV pages held in the last round.
+        rounds: what it did in every call of `generate`.
     """
 
     def __init__(self, subject: Subject, dtype: torch.dtype, batch: int, length: int) -> None:
@@ -62,24 +61,21 @@ class EnginePeer:
             EngineConfig(page_size=PAGE_SIZE, pages=pages, max_running=batch),
             sampler=EndlessSampler([subject.tokenizer.eos_token_id]),
         )
-        self._round = 0
-        self.shares: dict[str, float] = {}
-        self.kv_tokens_read = 0.0
-        self.peak_pages = 0
+        self._asked = itertools.count()
+        self.rounds: list[Decoding] = []
 
     def generate(self, prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
         """See `Peer`."""
-        self._round += 1
+        asked = next(self._asked)
         limits, greedy = Limits(max_tokens=new_tokens), SamplingParams(temperature=0.0)
         done = decode(
             self._engine,
             [
-                Request(f"{self._round}/{i}", tuple(ids), greedy, limits, Visibility.SEQUENTIAL)
+                Request(f"{asked}/{i}", tuple(ids), greedy, limits, Visibility.SEQUENTIAL)
                 for i, ids in enumerate(prompts)
             ],
         )
-        self.shares, self.peak_pages = done.shares(), done.peak_pages
-        self.kv_tokens_read = sum(step.kv_tokens_read for step in done.steps) / len(done.steps)
+        self.rounds.append(done)
         results = sorted(done.results, key=lambda result: int(result.request_id.partition("/")[2]))
         return done.seconds, [list(result.token_ids[result.prompt_length :]) for result in results]
 
@@ -145,6 +141,10 @@ class ContinuousPeer:
         self._manager.stop(block=True, timeout=60)
 
 
+class VllmError(RuntimeError):
+    """vLLM does not run this model on this machine."""
+
+
 class VllmPeer:
     """vLLM in a process and environment of its own (`_vllm_worker.py`), which takes the time itself."""
 
@@ -164,7 +164,7 @@ class VllmPeer:
             text=True,
             env=_clean_environment() | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
         )
-        self.version = self._answer()["version"]
+        self.version: str = self._answer()["version"]
 
     def generate(self, prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
         """See `Peer`."""
@@ -175,14 +175,14 @@ class VllmPeer:
         return answer["seconds"], answer["tokens"]
 
     def close(self) -> None:
-        """It ends at the end of its input."""
+        """End its process, by the end of its input."""
         self._process.communicate(timeout=120)
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM's process ended with {self._process.wait()}; what it said is above")
+            raise VllmError(f"vLLM's process ended with {self._process.wait()}; what it said is above")
         return json.loads(line)
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import tempfile
 from collections.abc import Iterator
@@ -49,7 +50,14 @@ class Subject:
         assert tags is not None
         return tags
 
-    @property
+    @functools.cached_property
+    def words(self) -> list[int]:
+        """Ids of ordinary tokens: not special, no tags, not white space alone."""
+        left_out = {*self.tokenizer.all_special_ids, *self.tags}
+        ids = [i for i in range(len(self.tokenizer)) if i not in left_out]
+        return [i for i, text in zip(ids, self.tokenizer.batch_decode([[i] for i in ids]), strict=True) if text.strip()]
+
+    @functools.cached_property
     def config(self) -> Any:
         """The model's configuration."""
         return AutoConfig.from_pretrained(str(self.folder))

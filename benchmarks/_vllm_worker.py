@@ -19,6 +19,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def main() -> None:
