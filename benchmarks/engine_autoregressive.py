@@ -1,16 +1,17 @@
 """Autoregressive decoding by this engine against its peers: same weights, same prompts, same number of new tokens.
 
-- this engine, in the type that its service would choose here;
+- this engine, with the weights in the type that its service would choose: as saved;
 - `transformers` generate (a static batch) and its continuous batching, in float32 and bfloat16;
 - vLLM, in both types, where `--vllm-python` names the Python of an environment that has it.
 
-Greedy; an end of text is never taken. Prompts are new in every round and the same for all; rivals take turns within a
-round. Seconds are medians over rounds and include the prefill. The best peer at a batch size is the fastest one in any
-type. `same tokens` is the share of a rival's tokens that are those of `transformers` generate in float32: below one
-after two tokens were nearly as likely, and in another type.
+Greedy; an end of text ends nothing: this engine and generate never take it, the others may, and go on. Prompts are new
+in every round and the same for all; rivals take turns within a round. Seconds are medians over rounds and include the
+prefill. The best peer at a batch size is the fastest one in any type. `same tokens` is the share of a rival's tokens
+that are those of `transformers` generate in float32: below one after two tokens were nearly as likely, after an end of
+text, and in another type.
 
-The second table says where this engine's time goes: its median decode step against the bare step (`_roofline.py`), which
-bound that is at, and its own stopwatch.
+The second table says where this engine's time goes: its median decode step against the bare step (`_roofline.py`),
+which bound that is at, and its own stopwatch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from _decoding import Decoding
 from _harness import parser, table, tell
 from _peers import PAGE_SIZE, ContinuousPeer, EnginePeer, GeneratePeer, Peer, Prompts, VllmError, VllmPeer
 from _roofline import Roofline
-from _subjects import QWEN3_SHAPE, Subject, service_dtype, subject
+from _subjects import QWEN3_SHAPE, Subject, subject
 from rich.table import Table
 
 from npr_rollout.engine.model_runner import kv_shape
@@ -45,10 +46,8 @@ def main() -> None:
         engine, peers = _rivals(chosen, arguments)
         for peer in peers:
             stack.callback(peer.close)
-        roofline = Roofline(engine.model, chosen.linear_shapes, arguments.batches)
-        batches = {
-            str(batch): _measure(chosen, engine, peers, roofline, batch, arguments) for batch in arguments.batches
-        }
+        roofline = Roofline(engine.model, chosen.linears, arguments.batches)
+        batches = {str(batch): _measure(chosen, peers, roofline, batch, arguments) for batch in arguments.batches}
     figures = {
         "benchmark": "engine_autoregressive",
         "model": arguments.model,
@@ -69,7 +68,9 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--prompt-tokens", type=int, default=16)
     options.add_argument("--new-tokens", type=int, help="tokens decoded for each prompt")
     options.add_argument("--rounds", type=int, help="turns of each rival")
-    options.add_argument("--dtype", choices=["float32", "bfloat16"], help="of this engine; its service's unless given")
+    options.add_argument(
+        "--dtype", default="auto", help="of this engine's weights; auto, its service's choice: as saved"
+    )
     options.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM")
     options.add_argument("--threads", type=int, help="CPU threads of each rival; torch's default unless given")
     arguments = options.parse_args()
@@ -83,8 +84,7 @@ def _arguments() -> argparse.Namespace:
 def _rivals(chosen: Subject, arguments: argparse.Namespace) -> tuple[EnginePeer, list[Peer]]:
     """This engine, and all rivals with it as the first."""
     batch, length = max(arguments.batches), arguments.prompt_tokens + arguments.new_tokens
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else service_dtype()
-    engine = EnginePeer(chosen, dtype, batch, length)
+    engine = EnginePeer(chosen, arguments.dtype, batch, length)
     peers: list[Peer] = [engine]
     pad = chosen.tokenizer.pad_token_id
     for each in (torch.float32, torch.bfloat16):
@@ -99,14 +99,11 @@ def _rivals(chosen: Subject, arguments: argparse.Namespace) -> tuple[EnginePeer,
 
 
 def _measure(
-    chosen: Subject,
-    engine: EnginePeer,
-    peers: Sequence[Peer],
-    roofline: Roofline,
-    batch: int,
-    arguments: argparse.Namespace,
+    chosen: Subject, peers: Sequence[Peer], roofline: Roofline, batch: int, arguments: argparse.Namespace
 ) -> Figures:
-    """Rounds at one batch size."""
+    """Rounds at one batch size; this engine is the first of the rivals."""
+    engine = peers[0]
+    assert isinstance(engine, EnginePeer)
     for peer in peers:  # what is compiled or packed at first use
         peer.generate(_prompts(chosen, batch, -1, arguments.prompt_tokens), 2)
     engine.rounds.clear()
