@@ -41,7 +41,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     """A table whose first column is text and whose others are numbers, shown with three digits that count."""
     made = Table(title=title, title_justify="left", caption=note or None, caption_justify="left")
     for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left", overflow="fold")
+        made.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
     for row in rows:
         made.add_row(*map(_cell, row))
     return made

@@ -21,6 +21,7 @@ from npr_rollout.engine.request import FinishedEvent, Limits, Request
 from npr_rollout.engine.script import Script, ScriptedSampler
 from npr_rollout.testing.trees import Tree
 
+PAGE_SIZE = 16
 _TAKEAWAY_WORDS, _LAST_WORDS = 6, 4
 
 
@@ -65,18 +66,16 @@ def own_trees(model: Any, subject: Subject, count: int) -> list[Tree]:
     return [Tree(result.token_ids, result.prompt_length) for result in kept[:count]]
 
 
-def decode_trees(
-    model: Any, subject: Subject, trees: Sequence[Tree], visibility: Visibility, page_size: int
-) -> Decoding:
+def decode_trees(model: Any, subject: Subject, trees: Sequence[Tree], visibility: Visibility) -> Decoding:
     """Decode trees together by a fresh engine: fork and join as they say, or each as one causal sequence."""
     tags = subject.tags if visibility is Visibility.PARALLEL else None
     scripts = {str(i): Script.of(tree.token_ids, tree.prompt_length, tags) for i, tree in enumerate(trees)}
-    pages = sum(-(-len(tree.token_ids) // page_size) + _partial_pages(subject, tree) for tree in trees)
+    pages = sum(-(-len(tree.token_ids) // PAGE_SIZE) + _partial_pages(subject, tree) for tree in trees)
     engine = Engine(
         model,
         subject.tokenizer,
         DIALECT,
-        EngineConfig(page_size=page_size, pages=pages, max_running=len(trees)),
+        EngineConfig(page_size=PAGE_SIZE, pages=pages, max_running=len(trees)),
         sampler=ScriptedSampler(scripts),
     )
     return decode(
@@ -85,5 +84,5 @@ def decode_trees(
 
 
 def _partial_pages(subject: Subject, tree: Tree) -> int:
-    """Pages that may be partly filled: a branch's last one each, the prompt's, and room for the scheduler's caution."""
+    """Pages that may be partly filled: each branch's last one; and some for the scheduler's caution."""
     return list(tree.token_ids).count(subject.tags.close(Role.STEP)) + 8

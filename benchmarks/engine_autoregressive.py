@@ -188,8 +188,8 @@ def _tables(figures: Figures, engine: str) -> list[Table]:
     )
     load = f"{figures['model']}, {figures['new_tokens']} new tokens, threads: {figures['threads']}"
     speeds = table(
-        f"Autoregressive decoding: {load}",
-        ["", *(f"tokens/s, batch {b}" for b in batches), *(f"engine / it, {b}" for b in batches), "same tokens"],
+        f"Autoregressive decoding, batches of {', '.join(batches)}: {load}",
+        ["", *(f"tokens/s at {b}" for b in batches), *(f"engine / it at {b}" for b in batches), "same tokens"],
         rows,
     )
     profiles = [batches[b]["profile"] for b in batches]
