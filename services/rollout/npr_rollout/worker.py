@@ -60,6 +60,7 @@ class Worker:
         self._held: dict[Key, asyncio.Task[None]] = {}
         self._undecoded: set[tuple[Key, int]] = set()  # samples of held groups that the engine has not finished
         self._trouble = False  # whether work was given back since the last lease call
+        self._leasing: asyncio.Task[Sequence[buffer_pb2.LeasedGroup]] | None = None  # the lease call that waits
         self._progress = asyncio.Event()
         self._free = asyncio.Event()  # set while no group is held
         self._free.set()
@@ -102,19 +103,18 @@ class Worker:
         """One lease call. While groups are held it asks for their policy only, so it ends with the last of them."""
         busy = bool(self._held)
         call = asyncio.create_task(self._lease(only_preferred=busy and self._engine.policy is not None))
+        self._leasing = call
         try:
-            if busy:
-                await self._until_done_or_free(call)
-            if call.done() or not busy:
-                groups = await call
-                if groups:
-                    await self._take(groups)
+            await self._until_done(call, or_free=busy)
+            if call.done() and not call.cancelled() and (groups := call.result()):
+                await self._take(groups)
         finally:
+            self._leasing = None
             call.cancel()  # a call that is dropped takes no groups: the buffer gives them back
 
-    async def _until_done_or_free(self, call: asyncio.Task[Sequence[buffer_pb2.LeasedGroup]]) -> None:
+    async def _until_done(self, call: asyncio.Task[Sequence[buffer_pb2.LeasedGroup]], *, or_free: bool) -> None:
         free = asyncio.create_task(self._free.wait())
-        await asyncio.wait({call, free}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({call, free} if or_free else {call}, return_when=asyncio.FIRST_COMPLETED)
         free.cancel()
 
     async def _lease(self, *, only_preferred: bool) -> Sequence[buffer_pb2.LeasedGroup]:
@@ -175,7 +175,10 @@ class Worker:
             await self._switch.serve(group.policy)
 
     async def _work(self, key: Key, leased: buffer_pb2.LeasedGroup) -> None:
-        """Roll a group out. An error gives the group back: another worker, or this one, tries again."""
+        """Roll a group out. An error gives the group back: another worker, or this one, tries again.
+
+        This one does so in a later call: one that waits now may be dropped with the group on its way to it.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in leased.missing_sample_indices:
@@ -183,6 +186,8 @@ class Worker:
         except* NprError as errors:
             log.warning("group %s is given back: %s", key[1], errors.exceptions[0])
             self._trouble = True
+            if self._leasing is not None:
+                self._leasing.cancel()
             await self._return([key])
 
     async def _roll_out(self, key: Key, group: buffer_pb2.Group, index: int) -> None:

@@ -57,9 +57,7 @@ def export(
 
 
 def serve_policy(
-    policy: Annotated[
-        str, typer.Argument(metavar="LINE[@VERSION]", help="A published policy, such as a run's.")
-    ],
+    policy: Annotated[str, typer.Argument(metavar="LINE[@VERSION]", help="A published policy, such as a run's.")],
     in_flight: Annotated[
         InFlight,
         typer.Option(help="What is being decoded: finish it first, end it, or finish it beside the new policy."),
