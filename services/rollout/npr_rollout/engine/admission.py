@@ -33,6 +33,8 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
         _invalid("sampling.top_p", f"top_p is {sampling.top_p}; it lies in (0, 1].")
     if sampling.top_k < 0:
         _invalid("sampling.top_k", f"top_k is {sampling.top_k}; 0 keeps all tokens.")
+    if not 0 <= sampling.min_p < 1:
+        _invalid("sampling.min_p", f"min_p is {sampling.min_p}; it lies in [0, 1), and 0 keeps all tokens.")
     if not 0 < sampling.repetition_penalty < float("inf"):
         _invalid("sampling.repetition_penalty", f"The penalty is {sampling.repetition_penalty}; 1 is off.")
 

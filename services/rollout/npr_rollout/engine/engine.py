@@ -279,41 +279,42 @@ class Engine:
     def _take(self, spans: list[Span], samples: Samples) -> None:
         """Take one sampled token into each span's record."""
         special = self._special
-        for span, token, log_prob in zip(spans, samples.tokens, samples.log_probs, strict=True):
+        raw = samples.raw_log_probs or [0.0] * len(spans)
+        for span, token, log_prob, raw_log_prob in zip(spans, samples.tokens, samples.log_probs, raw, strict=True):
             trajectory = span.owner
             if trajectory.finished:
                 continue
             if token not in special:
-                span.add(token, log_prob)
+                span.add(token, log_prob, raw_log_prob)
                 trajectory.ledger.spend()
                 if span.seen is not None:
                     span.seen[token] = True
                 if not span.is_branch:
                     self._check_trunk_limits(trajectory)
             elif span.is_branch:
-                self._special_in_branch(span, token, log_prob)
+                self._special_in_branch(span, token, log_prob, raw_log_prob)
             else:
-                self._special_in_trunk(span, token, log_prob)
+                self._special_in_trunk(span, token, log_prob, raw_log_prob)
         self._enforce_budgets(span.owner for span in spans if span.is_branch)
 
-    def _special_in_branch(self, span: Span, token: int, log_prob: float) -> None:
+    def _special_in_branch(self, span: Span, token: int, log_prob: float, raw_log_prob: float) -> None:
         """A branch ends at its `</step>` or EOS; any other tag ends the trajectory."""
         if token == self._cues.step_end:
-            span.add(token, log_prob)
+            span.add(token, log_prob, raw_log_prob)
             end_branch(span, BranchStop.CLOSED, self._cues)
         elif token in self._eos:
             end_branch(span, BranchStop.EOS, self._cues)
         else:
-            span.add(token, log_prob)
+            span.add(token, log_prob, raw_log_prob)
             span.owner.ledger.spend()
             end_branch(span, BranchStop.TAG, self._cues)
             self._finish(
                 span.owner, Outcome.MALFORMED, "A structural tag stands in a step.", reason=MalformedReason.TAG_IN_STEP
             )
 
-    def _special_in_trunk(self, span: Span, token: int, log_prob: float) -> None:
+    def _special_in_trunk(self, span: Span, token: int, log_prob: float, raw_log_prob: float) -> None:
         trajectory = span.owner
-        span.add(token, log_prob)
+        span.add(token, log_prob, raw_log_prob)
         trajectory.ledger.spend()
         if token in self._eos:
             self._end_of_text(trajectory)
@@ -426,6 +427,7 @@ def _news(trajectory: Trajectory) -> Iterable[TokensEvent]:
                 tuple(span.tokens[begin:]),
                 tuple(span.log_probs[told]),
                 tuple(span.forced[told]),
+                tuple(span.raw_log_probs[told]),
             )
 
 

@@ -18,6 +18,8 @@ class SamplingParams:
         repetition_penalty: divides (or multiplies, if negative) the logits of tokens that the step's own body holds
             already; 1 is off.
         seed: with the prompt it fixes every draw, whatever else is decoded beside it.
+        min_p: keep tokens at least this fraction as likely as the likeliest one, in [0, 1); 0 keeps all.
+        raw_log_probs: record the drawn tokens' log-probabilities under the model's own softmax too.
     """
 
     temperature: float = 1.0
@@ -25,6 +27,8 @@ class SamplingParams:
     top_k: int = 0
     repetition_penalty: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    raw_log_probs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class Result:
         token_ids: prompt and response.
         log_probs: one natural-log probability a response token, under the distribution it was drawn from; 0 if forced.
         forced: one flag a response token: the engine put it there.
+        raw_log_probs: one a response token, under the model's own softmax; 0 if forced. Empty unless asked for.
         malformed_reason: why it is malformed, or why its last serialized block was.
         started_at: seconds since the epoch, when it was admitted; likewise `finished_at`.
     """
@@ -129,6 +134,7 @@ class Result:
     started_at: float = 0.0
     finished_at: float = 0.0
     message: str = ""
+    raw_log_probs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,7 @@ class TokensEvent:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     forced: tuple[bool, ...]
+    raw_log_probs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ def make_result(
         started_at=trajectory.started_at or now,
         finished_at=now,
         message=message,
+        raw_log_probs=tuple(value for span in spans for value in span.raw_log_probs),
     )
 
 

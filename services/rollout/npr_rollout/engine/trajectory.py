@@ -33,7 +33,7 @@ class Span:
     Attributes:
         start: RoPE position of the first token.
         prompt_length: how many of the tokens are the prompt's; not zero in the first span only.
-        log_probs: one a token after the prompt; likewise `forced`.
+        log_probs: one a token after the prompt; likewise `forced`, and `raw_log_probs` if the request asks for them.
         row: its table; None until it is fed, and after it has been joined.
         seen: bool [V], tokens that the step's body holds; None without a penalty.
         streamed: tokens that have been told to the client.
@@ -55,6 +55,7 @@ class Span:
     stop: BranchStop = BranchStop.OPEN
     started_at: float = 0.0
     finished_at: float = 0.0
+    raw_log_probs: list[float] = field(default_factory=list)
 
     @property
     def is_branch(self) -> bool:
@@ -76,17 +77,21 @@ class Span:
         """Tokens whose keys and values are not in the pool."""
         return len(self.tokens) - self.fed
 
-    def add(self, token: int, log_prob: float) -> None:
+    def add(self, token: int, log_prob: float, raw_log_prob: float = 0.0) -> None:
         """Append a sampled token."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         self.forced.append(False)
+        if self.owner.request.sampling.raw_log_probs:
+            self.raw_log_probs.append(raw_log_prob)
 
     def force(self, tokens: list[int]) -> None:
         """Append tokens that the engine puts there."""
         self.tokens.extend(tokens)
         self.log_probs.extend([0.0] * len(tokens))
         self.forced.extend([True] * len(tokens))
+        if self.owner.request.sampling.raw_log_probs:
+            self.raw_log_probs.extend([0.0] * len(tokens))
 
     def report(self) -> BranchReport:
         """Its account, for the ledger's report."""
