@@ -72,24 +72,23 @@ class RandomSampler:
         """Draw one token a row; see the module's invariants."""
         params = [span.owner.request.sampling for span in spans]
         shaped = _shape(logits, spans, params)
-        greedy = [i for i, p in enumerate(params) if p.temperature == 0]
         drawn = [i for i, p in enumerate(params) if p.temperature > 0]
-        tokens = torch.empty(len(spans), dtype=torch.long, device=logits.device)
-        log_probs = logits.new_zeros(len(spans))
-        if greedy:
-            tokens[greedy] = _rows(shaped, greedy).argmax(dim=-1)
-        if drawn:
-            table = _distribution(_rows(shaped, drawn), [params[i] for i in drawn])
-            chosen = _inverse_cdf(table, torch.from_numpy(_uniforms([spans[i] for i in drawn])).to(logits.device))
-            tokens[drawn] = chosen
-            log_probs[drawn] = table.gather(1, chosen[:, None])[:, 0]
+        if len(drawn) == len(spans):
+            tokens, log_probs = _draw(shaped, spans)
+        else:
+            tokens, log_probs = shaped.argmax(dim=-1), logits.new_zeros(len(spans))
+            if drawn:
+                index = torch.tensor(drawn, device=logits.device)
+                tokens[index], log_probs[index] = _draw(shaped[index], [spans[i] for i in drawn])
         raw = _raw_log_probs(logits, spans, tokens, log_probs)
         return Samples(tokens.tolist(), log_probs.tolist(), raw)
 
 
-def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows of [N, V]; no copy where they are all of them."""
-    return values if len(rows) == len(values) else values[torch.tensor(rows, device=values.device)]
+def _draw(scaled: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    """Tokens [N] drawn at random, and their log-probabilities [N]."""
+    log_probs = _distribution(scaled, [span.owner.request.sampling for span in spans])
+    tokens = _inverse_cdf(log_probs, torch.from_numpy(_uniforms(spans)).to(scaled.device))
+    return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
 
 
 def _shape(logits: Tensor, spans: Sequence[Span], params: Sequence[SamplingParams]) -> Tensor:
