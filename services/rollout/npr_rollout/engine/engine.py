@@ -30,7 +30,7 @@ from npr_rollout.engine.admission import check_request, resolve_limits
 from npr_rollout.engine.audit import audit
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.feeding import Feeder
-from npr_rollout.engine.fork_join import Cues, end_branch, end_open_branches, enforce_budgets, fork
+from npr_rollout.engine.fork_join import Cues, end_branch, end_open_branches, enforce_budgets, fork, join
 from npr_rollout.engine.kv_pool import KvPool
 from npr_rollout.engine.ledger import Ledger
 from npr_rollout.engine.model_runner import ModelRunner, kv_shape
@@ -370,12 +370,19 @@ class Engine:
 
     def _enforce_budgets(self, trajectories: Iterable[Trajectory]) -> None:
         for trajectory in dict.fromkeys(trajectories):
-            if not trajectory.finished and enforce_budgets(trajectory, self._cues):
+            if trajectory.finished:
+                continue
+            self._truncate_at(trajectory, enforce_budgets(trajectory, self._cues))
+            if not trajectory.finished and (block := trajectory.open_block) is not None and block.closed:
+                join(trajectory, self._cues)
                 self._counts["joins"] += 1
                 self._check_trunk_limits(trajectory)
 
     def _check_trunk_limits(self, trajectory: Trajectory) -> None:
-        limit = trajectory.ledger.trunk_limit(trajectory.critical)
+        self._truncate_at(trajectory, trajectory.ledger.trunk_limit(trajectory.critical))
+
+    def _truncate_at(self, trajectory: Trajectory, limit: LimitKind) -> None:
+        """End a trajectory at the limit that it has reached, if it has reached one."""
         if limit is not LimitKind.NONE:
             self._finish(trajectory, Outcome.TRUNCATED, f"It reached its limit: {limit.name.lower()}.", limit=limit)
 

@@ -16,7 +16,8 @@ from typing import Any
 from npr_common.cues import step_cue, takeaway_cue
 from npr_common.dialects import Dialect
 from npr_common.tags import Role, TagIds
-from npr_rollout.engine.outcomes import BranchStop
+from npr_rollout.engine.budget import allowance, endings
+from npr_rollout.engine.outcomes import BranchStop, Exhaustion, LimitKind
 from npr_rollout.engine.trajectory import Block, Span, Trajectory
 
 
@@ -44,13 +45,15 @@ def fork(trajectory: Trajectory, branches: int, cues: Cues) -> Block:
     """Open a block of `branches` branches, each with its header, behind the trunk's `</guideline>`."""
     headers = [cues.header(index) for index in range(branches)]
     lengths, ledger = [len(header) for header in headers], trajectory.ledger
-    budget = ledger.branch_budget(trajectory.critical, lengths, len(cues.takeaway))
-    block = Block(sum(1 for _ in trajectory.blocks()), [], time.time())
+    granted = allowance(trajectory, lengths, len(cues.takeaway))
+    block = Block(sum(1 for _ in trajectory.blocks()), [], time.time(), limit=granted.limit)
     for index, header in enumerate(headers):
-        branch = Span(trajectory, trajectory.trunk.end, block.index, index, budget=budget, started_at=block.started_at)
+        branch = Span(
+            trajectory, trajectory.trunk.end, block.index, index, budget=granted.tokens, started_at=block.started_at
+        )
         branch.force(header)
         block.branches.append(branch)
-    ledger.fork(lengths, len(cues.takeaway))
+    ledger.fork(lengths, len(cues.takeaway), trajectory.request.budget.takeaway_reserve_tokens)
     trajectory.segments.append(block)
     trajectory.settled = False
     return block
@@ -92,16 +95,17 @@ def join(trajectory: Trajectory, cues: Cues) -> Span:
     return takeaway
 
 
-def enforce_budgets(trajectory: Trajectory, cues: Cues) -> bool:
-    """Close the branches of an open block that may not take another token; whether all have ended and it was joined."""
-    block = trajectory.open_block
+def enforce_budgets(trajectory: Trajectory, cues: Cues) -> LimitKind:
+    """End the branches of an open block that may not take another token.
+
+    Returns:
+        The limit that truncates the trajectory by its budget policy; NONE if it goes on.
+    """
+    block, policy = trajectory.open_block, trajectory.request.budget
     if block is None:
-        return False
-    still_open = [branch for branch in block.branches if branch.open]
-    out_of_tokens = trajectory.ledger.must_close(len(still_open))
-    for branch in still_open:
-        if out_of_tokens or len(branch.tokens) + 1 >= branch.budget:
-            end_branch(branch, BranchStop.BUDGET, cues)
-    if block.closed:
-        join(trajectory, cues)
-    return block.closed
+        return LimitKind.NONE
+    reached = LimitKind.NONE
+    for ending in endings(block, trajectory.ledger, policy.early_stop):
+        end_branch(ending.branch, ending.stop, cues)
+        reached = reached or ending.limit
+    return reached if policy.on_exhausted is Exhaustion.TRUNCATE else LimitKind.NONE

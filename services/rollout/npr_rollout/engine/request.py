@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from npr_rollout.engine.outcomes import BranchStop, ForkRefusal, LimitKind, MalformedReason, Outcome, Visibility
+from npr_rollout.engine.outcomes import (
+    BranchShare,
+    BranchStop,
+    Exhaustion,
+    ForkRefusal,
+    LimitKind,
+    MalformedReason,
+    Outcome,
+    Visibility,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,38 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """When branches that lose are ended before their budget is. All zero: never.
+
+    Attributes:
+        quorum: once this many branches of the block have closed themselves, stragglers are measured; 0 is off.
+        straggler_factor: a straggler is closed when its span has this many times the tokens of the longest branch that
+            closed itself; at least 1 where `quorum` is set.
+        min_mean_log_prob: a branch is closed when the mean behaviour log-probability of its last 32 sampled tokens is
+            below this; 0 is off.
+    """
+
+    quorum: int = 0
+    straggler_factor: float = 0.0
+    min_mean_log_prob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPolicy:
+    """How a trajectory's token budget is spent on branches.
+
+    Attributes:
+        takeaway_reserve_tokens: what branches may not use, of the total and of the critical path: it is kept for what
+            follows the join.
+    """
+
+    share: BranchShare = BranchShare.FIRST_COME
+    on_exhausted: Exhaustion = Exhaustion.CLOSE
+    takeaway_reserve_tokens: int = 0
+    early_stop: EarlyStop = EarlyStop()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One trajectory to decode.
 
@@ -64,6 +105,7 @@ class Request:
     deadline: float | None = None
     stream: bool = False
     job: str = ""
+    budget: BudgetPolicy = BudgetPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +136,12 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True)
 class LedgerReport:
-    """Tokens after the prompt, steps and pages of one trajectory over all its branches."""
+    """Tokens after the prompt, steps and pages of one trajectory over all its branches.
+
+    Attributes:
+        limits: what it was held to, defaults filled in; None for a request that was refused.
+        budget: likewise.
+    """
 
     total_tokens: int = 0
     critical_path_tokens: int = 0
@@ -103,6 +150,8 @@ class LedgerReport:
     peak_pages: int = 0
     preemptions: int = 0
     blocks: tuple[BlockReport, ...] = ()
+    limits: Limits | None = None
+    budget: BudgetPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)

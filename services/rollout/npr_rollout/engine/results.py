@@ -72,4 +72,6 @@ def _report(trajectory: Trajectory, now: float) -> LedgerReport:
         peak_pages=trajectory.peak_pages,
         preemptions=trajectory.preemptions,
         blocks=tuple(block.report() for block in trajectory.blocks()),
+        limits=trajectory.ledger.limits.report(),
+        budget=trajectory.request.budget,
     )

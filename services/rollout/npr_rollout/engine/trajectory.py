@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from npr_rollout.engine.ledger import Ledger
-from npr_rollout.engine.outcomes import BranchStop, MalformedReason
+from npr_rollout.engine.outcomes import BranchStop, LimitKind, MalformedReason
 from npr_rollout.engine.prompts import SharedPrompt
 from npr_rollout.engine.request import BlockReport, BranchReport, Request
 from npr_rollout.engine.trunk_grammar import TrunkGrammar
@@ -102,12 +102,17 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A forked block: branches in plan order."""
+    """A forked block: branches in plan order.
+
+    Attributes:
+        limit: which limit its branches' budget comes from.
+    """
 
     index: int
     branches: list[Span]
     started_at: float
     finished_at: float = 0.0
+    limit: LimitKind = LimitKind.NONE
 
     @property
     def closed(self) -> bool:
