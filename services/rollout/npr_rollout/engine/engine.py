@@ -295,10 +295,10 @@ class Engine:
                 self._special_in_branch(span, token, log_prob, raw_log_prob)
             else:
                 self._special_in_trunk(span, token, log_prob, raw_log_prob)
-        self._enforce_budgets(span.owner for span in spans if span.is_branch)
+        self._go_on_with_blocks(span.owner for span in spans if span.is_branch)
 
     def _special_in_branch(self, span: Span, token: int, log_prob: float, raw_log_prob: float) -> None:
-        """A branch ends at its `</step>` or EOS; any other tag ends the trajectory."""
+        """A branch ends at its `</step>` or EOS; any other tag ends the trajectory when all have taken their tokens."""
         if token == self._cues.step_end:
             span.add(token, log_prob, raw_log_prob)
             end_branch(span, BranchStop.CLOSED, self._cues)
@@ -308,9 +308,6 @@ class Engine:
             span.add(token, log_prob, raw_log_prob)
             span.owner.ledger.spend()
             end_branch(span, BranchStop.TAG, self._cues)
-            self._finish(
-                span.owner, Outcome.MALFORMED, "A structural tag stands in a step.", reason=MalformedReason.TAG_IN_STEP
-            )
 
     def _special_in_trunk(self, span: Span, token: int, log_prob: float, raw_log_prob: float) -> None:
         trajectory = span.owner
@@ -359,7 +356,7 @@ class Engine:
             block = fork(trajectory, trajectory.grammar.plans, self._cues)
             for branch in block.branches:
                 branch.seen = self._new_body(trajectory)
-            self._enforce_budgets([trajectory])
+            self._go_on_with_blocks([trajectory])
             return
         self._refusals[reason] += 1
         if trajectory.request.fork_refusal is ForkRefusal.REJECT:
@@ -368,12 +365,18 @@ class Engine:
             trajectory.serialized_blocks += 1
             trajectory.serialized_reason = reason
 
-    def _enforce_budgets(self, trajectories: Iterable[Trajectory]) -> None:
+    def _go_on_with_blocks(self, trajectories: Iterable[Trajectory]) -> None:
+        """Once all branches have taken their tokens, in whatever order: end, close or join what has come to its end."""
         for trajectory in dict.fromkeys(trajectories):
-            if trajectory.finished:
+            block = trajectory.open_block
+            if trajectory.finished or block is None:
                 continue
-            self._truncate_at(trajectory, enforce_budgets(trajectory, self._cues))
-            if not trajectory.finished and (block := trajectory.open_block) is not None and block.closed:
+            if any(branch.stop is BranchStop.TAG for branch in block.branches):
+                message = "A structural tag stands in a step."
+                self._finish(trajectory, Outcome.MALFORMED, message, reason=MalformedReason.TAG_IN_STEP)
+                continue
+            self._truncate_at(trajectory, enforce_budgets(trajectory, block, self._cues))
+            if not trajectory.finished and block.closed:
                 join(trajectory, self._cues)
                 self._counts["joins"] += 1
                 self._check_trunk_limits(trajectory)

@@ -95,16 +95,13 @@ def join(trajectory: Trajectory, cues: Cues) -> Span:
     return takeaway
 
 
-def enforce_budgets(trajectory: Trajectory, cues: Cues) -> LimitKind:
-    """End the branches of an open block that may not take another token.
+def enforce_budgets(trajectory: Trajectory, block: Block, cues: Cues) -> LimitKind:
+    """End the branches of its open block that may not take another token.
 
     Returns:
         The limit that truncates the trajectory by its budget policy; NONE if it goes on.
     """
-    block, policy = trajectory.open_block, trajectory.request.budget
-    if block is None:
-        return LimitKind.NONE
-    reached = LimitKind.NONE
+    policy, reached = trajectory.request.budget, LimitKind.NONE
     for ending in endings(block, trajectory.ledger, policy.early_stop):
         end_branch(ending.branch, ending.stop, cues)
         reached = reached or ending.limit
