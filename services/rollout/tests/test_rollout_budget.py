@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from npr_common.dialects import load_dialect
 from npr_common.errors import InvalidArgumentError
-from npr_common.schema import parse_tokens
+from npr_common.schema import ViolationCode, parse_tokens
 from npr_common.tags import TagIds
 from npr_common.topology import topology
 from npr_rollout.engine.config import EngineConfig
@@ -41,6 +42,7 @@ CLOSE, TRUNCATE = Exhaustion.CLOSE, Exhaustion.TRUNCATE
 HEADER, CUE = 4, 2  # tokens of `\n<step>1:` and of `\n<takeaway>`
 
 
+@functools.cache
 def encode(text: str) -> list[int]:
     ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
     return ids
@@ -322,13 +324,13 @@ POLICIES = st.builds(
 )
 LIMITS = st.builds(
     Limits,
-    max_tokens=st.one_of(st.just(600), st.integers(16, 400)),
+    max_tokens=st.one_of(st.just(400), st.integers(16, 250)),
     max_critical_tokens=st.one_of(st.none(), st.integers(16, 200)),
     max_branch_tokens=st.one_of(st.none(), st.integers(5, 60)),
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(policies=st.lists(st.tuples(POLICIES, LIMITS), min_size=1, max_size=4), seed=st.integers(0, 10**6))
 def test_under_any_policy_limits_hold_and_the_result_parses(
     policies: list[tuple[BudgetPolicy, Limits]], seed: int
@@ -341,6 +343,10 @@ def test_under_any_policy_limits_hold_and_the_result_parses(
     results, _ = decode(requests)
     for request in requests:
         check_result(results[request.request_id], request)
+
+
+SAID_NOTHING = {ViolationCode.EMPTY_STEP, ViolationCode.EMPTY_TAKEAWAY}
+"""What is left to the model; the rest of a completed trajectory's form is the engine's to keep."""
 
 
 def check_result(result: Result, request: Request) -> None:
@@ -363,7 +369,7 @@ def check_result(result: Result, request: Request) -> None:
     if policy.on_exhausted is TRUNCATE and exhausted:
         assert result.outcome in (Outcome.TRUNCATED, Outcome.MALFORMED)
     if result.outcome is Outcome.COMPLETED:
-        assert parsed.well_formed
+        assert {violation.code for violation in parsed.violations} <= SAID_NOTHING
 
 
 def essence(result: Result) -> tuple[Any, ...]:
