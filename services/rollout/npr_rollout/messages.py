@@ -5,15 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from npr.buffer.v1 import buffer_pb2
 from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
 from npr_common.errors import InvalidArgumentError
-from npr_rollout.engine.outcomes import ForkRefusal, Visibility
-from npr_rollout.engine.request import BlockReport, LedgerReport, Limits, Request, Result, SamplingParams
+from npr_rollout.engine.outcomes import BranchShare, Exhaustion, ForkRefusal, Visibility
+from npr_rollout.engine.request import (
+    BlockReport,
+    BudgetPolicy,
+    EarlyStop,
+    LedgerReport,
+    Limits,
+    Request,
+    Result,
+    SamplingParams,
+)
+
+Choice = TypeVar("Choice", bound=IntEnum)
 
 
 @dataclass(frozen=True)
@@ -24,13 +36,14 @@ class Decoding:
     limits: Limits
     visibility: Visibility
     fork_refusal: ForkRefusal
+    budget: BudgetPolicy
 
     @classmethod
     def parse(cls, spec: sampling_pb2.DecodingSpec, *, default_refusal: ForkRefusal, seed_offset: int = 0) -> Decoding:
         """Read a spec; zeros mean defaults, as the contract says.
 
         Raises:
-            InvalidArgumentError: the visibility is not set.
+            InvalidArgumentError: the visibility is not set, or a choice is none that this service knows.
         """
         if spec.visibility == sampling_pb2.VISIBILITY_UNSPECIFIED:
             message = "Set decoding.visibility to SEQUENTIAL or PARALLEL."
@@ -38,8 +51,9 @@ class Decoding:
         return cls(
             _sampling(spec.sampling, seed_offset),
             _limits(spec.limits),
-            Visibility(spec.visibility),
-            ForkRefusal(spec.fork_refusal) if spec.fork_refusal else default_refusal,
+            _choice(Visibility, spec.visibility, "visibility"),
+            _choice(ForkRefusal, spec.fork_refusal or default_refusal.value, "fork_refusal"),
+            _budget(spec.budget),
         )
 
     def request(
@@ -64,6 +78,7 @@ class Decoding:
             deadline,
             stream,
             job,
+            self.budget,
         )
 
 
@@ -115,6 +130,7 @@ def trajectory_message(
         traceparent=traceparent,
         metadata=dict(origin.prompt.metadata),
         prompt_text=tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        raw_log_probs=result.raw_log_probs,
     )
 
 
@@ -137,6 +153,8 @@ def _sampling(message: sampling_pb2.Sampling, seed_offset: int) -> SamplingParam
         top_k=message.top_k,
         repetition_penalty=message.repetition_penalty or 1.0,
         seed=message.seed + seed_offset,
+        min_p=message.min_p,
+        raw_log_probs=message.raw_log_probs,
     )
 
 
@@ -150,6 +168,50 @@ def _limits(message: sampling_pb2.Limits) -> Limits:
     )
 
 
+def _budget(message: sampling_pb2.BudgetPolicy) -> BudgetPolicy:
+    early = message.early_stop
+    return BudgetPolicy(
+        _choice(BranchShare, message.share or BranchShare.FIRST_COME, "budget.share"),
+        _choice(Exhaustion, message.on_exhausted or Exhaustion.CLOSE, "budget.on_exhausted"),
+        message.takeaway_reserve_tokens,
+        EarlyStop(early.quorum, early.straggler_factor, early.min_mean_log_prob),
+    )
+
+
+def _choice(choices: type[Choice], number: int, name: str) -> Choice:
+    """The choice with this number. Enums of the wire are open: a newer client may send one that is not known here."""
+    try:
+        return choices(number)
+    except ValueError:
+        known = ", ".join(choice.name for choice in choices)
+        message = f"decoding.{name} is {number}; this service knows {known}."
+        raise InvalidArgumentError(message, field_violations={f"decoding.{name}": message}) from None
+
+
+def _limits_message(limits: Limits) -> sampling_pb2.Limits:
+    return sampling_pb2.Limits(
+        max_tokens=limits.max_tokens or 0,
+        max_critical_tokens=limits.max_critical_tokens or 0,
+        max_branch_tokens=limits.max_branch_tokens or 0,
+        max_branches=limits.max_branches or 0,
+        max_blocks=limits.max_blocks or 0,
+    )
+
+
+def _budget_message(budget: BudgetPolicy) -> sampling_pb2.BudgetPolicy:
+    early = budget.early_stop
+    return sampling_pb2.BudgetPolicy(
+        share=budget.share.value,
+        on_exhausted=budget.on_exhausted.value,
+        takeaway_reserve_tokens=budget.takeaway_reserve_tokens,
+        early_stop=sampling_pb2.EarlyStop(
+            quorum=early.quorum,
+            straggler_factor=early.straggler_factor,
+            min_mean_log_prob=early.min_mean_log_prob,
+        ),
+    )
+
+
 def _ledger(report: LedgerReport) -> trajectory_pb2.Ledger:
     return trajectory_pb2.Ledger(
         total_tokens=report.total_tokens,
@@ -159,6 +221,8 @@ def _ledger(report: LedgerReport) -> trajectory_pb2.Ledger:
         peak_pages=report.peak_pages,
         preemptions=report.preemptions,
         blocks=[_block(block) for block in report.blocks],
+        limits=_limits_message(report.limits) if report.limits else None,
+        budget=_budget_message(report.budget) if report.budget else None,
     )
 
 

@@ -126,6 +126,7 @@ def _chunk(
         position=event.position,
         policy_version=policy.ref.version,
         text="".join(text.feed(token) for token in event.token_ids),
+        raw_log_probs=event.raw_log_probs,
     )
 
 
