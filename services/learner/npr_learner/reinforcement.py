@@ -70,10 +70,11 @@ def require_whole_distribution(group: buffer_pb2.Group, objective: "learner_pb2.
     """
     sampling = group.decoding.sampling
     penalised = sampling.repetition_penalty not in (0.0, 1.0) and objective != learner_pb2.OBJECTIVE_PAPO
-    if sampling.temperature <= 0 or sampling.top_p not in (0.0, 1.0) or sampling.top_k or penalised:
+    cut = sampling.top_p not in (0.0, 1.0) or sampling.top_k or sampling.min_p
+    if sampling.temperature <= 0 or cut or penalised:
         raise FailedPreconditionError(
             f"group {group.group_id} was not drawn from the policy's whole distribution: train on groups with "
-            "temperature above 0, top_p 1, top_k 0 and no repetition penalty",
+            "temperature above 0, top_p 1, top_k 0, min_p 0 and no repetition penalty",
             reason="DISTORTED_SAMPLING",
         )
 

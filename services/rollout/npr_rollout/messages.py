@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -20,10 +21,11 @@ from npr_rollout.engine.request import (
     LedgerReport,
     Limits,
     Request,
-    ResolvedLimits,
     Result,
     SamplingParams,
 )
+
+Choice = TypeVar("Choice", bound=IntEnum)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Decoding:
         """Read a spec; zeros mean defaults, as the contract says.
 
         Raises:
-            InvalidArgumentError: the visibility is not set.
+            InvalidArgumentError: the visibility is not set, or a choice is none that this service knows.
         """
         if spec.visibility == sampling_pb2.VISIBILITY_UNSPECIFIED:
             message = "Set decoding.visibility to SEQUENTIAL or PARALLEL."
@@ -49,8 +51,8 @@ class Decoding:
         return cls(
             _sampling(spec.sampling, seed_offset),
             _limits(spec.limits),
-            Visibility(spec.visibility),
-            ForkRefusal(spec.fork_refusal) if spec.fork_refusal else default_refusal,
+            _choice(Visibility, spec.visibility, "visibility"),
+            _choice(ForkRefusal, spec.fork_refusal or default_refusal.value, "fork_refusal"),
             _budget(spec.budget),
         )
 
@@ -112,7 +114,6 @@ def trajectory_message(
         token_ids=result.token_ids,
         prompt_length=result.prompt_length,
         behavior_log_probs=result.log_probs,
-        raw_log_probs=result.raw_log_probs,
         forced=result.forced,
         policy=policy,
         visibility=result.visibility.value,
@@ -129,6 +130,7 @@ def trajectory_message(
         traceparent=traceparent,
         metadata=dict(origin.prompt.metadata),
         prompt_text=tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        raw_log_probs=result.raw_log_probs,
     )
 
 
@@ -167,34 +169,45 @@ def _limits(message: sampling_pb2.Limits) -> Limits:
 
 
 def _budget(message: sampling_pb2.BudgetPolicy) -> BudgetPolicy:
-    rule = message.early_stop
+    early = message.early_stop
     return BudgetPolicy(
-        share=BranchShare(message.share or sampling_pb2.BRANCH_SHARE_FIRST_COME),
-        on_exhausted=Exhaustion(message.on_exhausted or sampling_pb2.EXHAUSTION_CLOSE),
-        takeaway_reserve_tokens=message.takeaway_reserve_tokens,
-        early_stop=EarlyStop(rule.quorum, rule.straggler_factor, rule.min_mean_log_prob),
+        _choice(BranchShare, message.share or BranchShare.FIRST_COME, "budget.share"),
+        _choice(Exhaustion, message.on_exhausted or Exhaustion.CLOSE, "budget.on_exhausted"),
+        message.takeaway_reserve_tokens,
+        EarlyStop(early.quorum, early.straggler_factor, early.min_mean_log_prob),
     )
 
 
-def _limits_message(limits: ResolvedLimits) -> sampling_pb2.Limits:
+def _choice(choices: type[Choice], number: int, name: str) -> Choice:
+    """The choice with this number. Enums of the wire are open: a newer client may send one that is not known here."""
+    try:
+        return choices(number)
+    except ValueError:
+        known = ", ".join(choice.name for choice in choices)
+        message = f"decoding.{name} is {number}; this service knows {known}."
+        raise InvalidArgumentError(message, field_violations={f"decoding.{name}": message}) from None
+
+
+def _limits_message(limits: Limits) -> sampling_pb2.Limits:
     return sampling_pb2.Limits(
-        max_tokens=limits.max_tokens,
-        max_critical_tokens=limits.max_critical_tokens,
-        max_branch_tokens=limits.max_branch_tokens,
-        max_branches=limits.max_branches,
-        max_blocks=limits.max_blocks,
+        max_tokens=limits.max_tokens or 0,
+        max_critical_tokens=limits.max_critical_tokens or 0,
+        max_branch_tokens=limits.max_branch_tokens or 0,
+        max_branches=limits.max_branches or 0,
+        max_blocks=limits.max_blocks or 0,
     )
 
 
 def _budget_message(budget: BudgetPolicy) -> sampling_pb2.BudgetPolicy:
+    early = budget.early_stop
     return sampling_pb2.BudgetPolicy(
         share=budget.share.value,
         on_exhausted=budget.on_exhausted.value,
         takeaway_reserve_tokens=budget.takeaway_reserve_tokens,
         early_stop=sampling_pb2.EarlyStop(
-            quorum=budget.early_stop.quorum,
-            straggler_factor=budget.early_stop.straggler_factor,
-            min_mean_log_prob=budget.early_stop.min_mean_log_prob,
+            quorum=early.quorum,
+            straggler_factor=early.straggler_factor,
+            min_mean_log_prob=early.min_mean_log_prob,
         ),
     )
 
@@ -208,8 +221,8 @@ def _ledger(report: LedgerReport) -> trajectory_pb2.Ledger:
         peak_pages=report.peak_pages,
         preemptions=report.preemptions,
         blocks=[_block(block) for block in report.blocks],
-        limits=_limits_message(report.limits) if report.limits is not None else None,
-        budget=_budget_message(report.budget),
+        limits=_limits_message(report.limits) if report.limits else None,
+        budget=_budget_message(report.budget) if report.budget else None,
     )
 
 

@@ -9,6 +9,7 @@ from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
 from npr_common.telemetry import context_from, current_traceparent, names, tracer
+from npr_rollout.engine.outcomes import LimitKind
 from npr_rollout.engine.request import BlockReport, Result
 
 
@@ -26,6 +27,7 @@ def record_trajectory(result: Result, trajectory_id: str, group_id: str, tracepa
             names.GEN_AI_OPERATION_NAME: "text_completion",
             names.GEN_AI_USAGE_INPUT_TOKENS: result.prompt_length,
             names.GEN_AI_USAGE_OUTPUT_TOKENS: result.ledger.total_tokens,
+            **_held_to(result),
         }
     )
     with trace.use_span(span, end_on_exit=False):
@@ -34,6 +36,32 @@ def record_trajectory(result: Result, trajectory_id: str, group_id: str, tracepa
         own = current_traceparent()
     span.end(_nanoseconds(result.finished_at))
     return own or traceparent
+
+
+def _held_to(result: Result) -> dict[str, AttributeValue]:
+    """The limits and the budget policy of a trajectory; the limit that ended it, if one did."""
+    attributes: dict[str, AttributeValue] = {}
+    if result.limit is not LimitKind.NONE:
+        attributes[names.TRAJECTORY_LIMIT] = result.limit.name.lower()
+    if (limits := result.ledger.limits) is not None:
+        held = {
+            names.LIMITS_MAX_TOKENS: limits.max_tokens,
+            names.LIMITS_MAX_CRITICAL_TOKENS: limits.max_critical_tokens,
+            names.LIMITS_MAX_BRANCH_TOKENS: limits.max_branch_tokens,
+            names.LIMITS_MAX_BRANCHES: limits.max_branches,
+            names.LIMITS_MAX_BLOCKS: limits.max_blocks,
+        }
+        attributes |= {name: value for name, value in held.items() if value is not None}
+    if (budget := result.ledger.budget) is not None:
+        attributes |= {
+            names.BUDGET_SHARE: budget.share.name.lower(),
+            names.BUDGET_ON_EXHAUSTED: budget.on_exhausted.name.lower(),
+            names.BUDGET_TAKEAWAY_RESERVE_TOKENS: budget.takeaway_reserve_tokens,
+            names.BUDGET_EARLY_STOP_QUORUM: budget.early_stop.quorum,
+            names.BUDGET_EARLY_STOP_STRAGGLER_FACTOR: budget.early_stop.straggler_factor,
+            names.BUDGET_EARLY_STOP_MIN_MEAN_LOG_PROB: budget.early_stop.min_mean_log_prob,
+        }
+    return attributes
 
 
 def _record_block(index: int, block: BlockReport) -> None:

@@ -169,7 +169,7 @@ def test_a_tag_where_none_can_be_is_malformed(said: str, reason: MalformedReason
 def test_a_tag_in_a_step_ends_the_whole_trajectory_parseably() -> None:
     result, _ = run(GUIDELINE, {0: " x<plan>", 1: " u v w x y z"})
     assert (result.outcome, result.malformed_reason) == (Outcome.MALFORMED, MalformedReason.TAG_IN_STEP)
-    assert text_of(result) == f"{GUIDELINE}\n<step>1: x<plan></step>\n<step>2: u</step>"
+    assert text_of(result) == f"{GUIDELINE}\n<step>1: x<plan></step>\n<step>2: u </step>"
     assert [branch.stop for branch in result.ledger.blocks[0].branches] == [BranchStop.TAG, BranchStop.ABORTED]
     assert result.branch_truncated
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from npr_common.errors import InvalidArgumentError
 from npr_rollout.engine.config import EngineConfig
+from npr_rollout.engine.ledger import ResolvedLimits
 from npr_rollout.engine.outcomes import LimitKind
-from npr_rollout.engine.request import BudgetPolicy, Request, ResolvedLimits
+from npr_rollout.engine.request import BudgetPolicy, Limits, Request
 
 _SPARE_PAGES = 2  # the partly filled pages behind the shared prompt and at the end
 
@@ -36,25 +37,27 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
         _invalid("sampling.min_p", f"min_p is {sampling.min_p}; it lies in [0, 1), and 0 keeps all tokens.")
     if not 0 < sampling.repetition_penalty < float("inf"):
         _invalid("sampling.repetition_penalty", f"The penalty is {sampling.repetition_penalty}; 1 is off.")
-    _check_budget(request.budget)
+    _check_budget(request.budget, request.limits)
 
 
-def _check_budget(budget: BudgetPolicy) -> None:
-    rule = budget.early_stop
-    if budget.takeaway_reserve_tokens < 0:
-        _invalid("budget.takeaway_reserve_tokens", f"The reserve is {budget.takeaway_reserve_tokens}; 0 keeps nothing.")
-    if rule.quorum < 0:
-        _invalid("budget.early_stop.quorum", f"The quorum is {rule.quorum}; 0 is off.")
-    if rule.quorum and not 1 <= rule.straggler_factor < float("inf"):
-        _invalid(
-            "budget.early_stop.straggler_factor",
-            f"The straggler factor is {rule.straggler_factor}; with a quorum it is 1 or more.",
-        )
-    if not float("-inf") < rule.min_mean_log_prob <= 0:
-        _invalid(
-            "budget.early_stop.min_mean_log_prob",
-            f"The mean log-probability is {rule.min_mean_log_prob}; it is negative, and 0 is off.",
-        )
+def _check_budget(budget: BudgetPolicy, limits: Limits) -> None:
+    reserve, early = budget.takeaway_reserve_tokens, budget.early_stop
+    if reserve < 0:
+        _invalid("budget.takeaway_reserve_tokens", f"The reserve is {reserve} tokens; 0 keeps nothing.")
+    if limits.max_tokens is not None and reserve >= limits.max_tokens and reserve > 0:
+        message = f"The reserve of {reserve} tokens leaves branches nothing of max_tokens {limits.max_tokens}."
+        _invalid("budget.takeaway_reserve_tokens", message)
+    if early.quorum < 0:
+        _invalid("budget.early_stop.quorum", f"The quorum is {early.quorum} branches; 0 is off.")
+    if early.quorum and not 1 <= early.straggler_factor < float("inf"):
+        message = f"The factor is {early.straggler_factor}; with a quorum it is at least 1."
+        _invalid("budget.early_stop.straggler_factor", message)
+    if not early.quorum and early.straggler_factor != 0:
+        message = f"The factor is {early.straggler_factor}, but without a quorum nothing is measured; set one."
+        _invalid("budget.early_stop.straggler_factor", message)
+    if not float("-inf") < early.min_mean_log_prob <= 0:
+        message = f"The least mean log-probability is {early.min_mean_log_prob}; it is negative, and 0 is off."
+        _invalid("budget.early_stop.min_mean_log_prob", message)
 
 
 def resolve_limits(request: Request, config: EngineConfig, context: int) -> tuple[ResolvedLimits, str]:

@@ -1,84 +1,110 @@
-"""How a trajectory's tokens are shared between the branches of a block, and what ends a branch before it ends itself.
+"""The budget policy: how a trajectory's tokens are shared between a block's branches, and what ends a branch.
 
 Invariants:
-- Decisions depend on the trajectory's own branches and ledger at one step. Branches sample in the same steps, so what
-  else is decoded, and whether the trajectory was preempted, changes nothing.
-- Every branch's budget holds its header and its closing tag, and what an open block needs to be closed and joined is
-  promised to it by the ledger. So a branch can be closed at any moment.
+- What is granted at a fork can be paid: headers, closing tags, the takeaway cue and what is kept for what follows the
+  join fit beside it into every limit. A fork for which that can't be done is refused.
+- Decisions are made when all open branches of the block have taken the same step's tokens, from the record of this
+  block and the ledger alone: not from batch mates, the clock, or whether the trajectory was preempted.
+- A branch is ended for one reason: its own budget first, then that it is losing, then the account that all draw from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from npr_rollout.engine.ledger import Ledger
 from npr_rollout.engine.outcomes import BranchShare, BranchStop, LimitKind
-from npr_rollout.engine.request import EarlyStop
-from npr_rollout.engine.trajectory import Block, Span
+from npr_rollout.engine.request import BudgetPolicy, EarlyStop
+from npr_rollout.engine.trajectory import Block, Span, Trajectory
 
-_WINDOW = 32  # sampled tokens whose mean log-probability is looked at
+_RECENT = 32
+"""Sampled tokens whose mean log-probability says whether a branch is losing."""
 
 
-def branch_budget(ledger: Ledger, critical: int, headers: Sequence[int], cue: int) -> tuple[int, LimitKind]:
-    """Tokens that one branch's span may have at most, header and closing tag included, and which limit that is.
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What each branch of a block may have.
+
+    Attributes:
+        tokens: of its span at most, header and closing tag included.
+        limit: which limit that comes from.
+    """
+
+    tokens: int
+    limit: LimitKind
+
+
+def can_fork(trajectory: Trajectory, headers: Sequence[int], cue: int) -> bool:
+    """Whether headers, closing tags, cue and what is to be kept fit into every limit.
 
     Args:
-        critical: tokens on the critical path so far.
         headers: length of each branch's header.
         cue: length of the takeaway cue.
     """
-    limits, reserve = ledger.limits, ledger.policy.takeaway_reserve_tokens
-    left = ledger.left_for_branches - cue
-    if ledger.policy.share is BranchShare.FAIR:
-        account = left // len(headers)
-    else:
-        account = left - (sum(headers) + len(headers) - (max(headers) + 1))
-    return min(
-        (limits.max_branch_tokens, LimitKind.BRANCH_TOKENS),
-        (limits.max_critical_tokens - critical - cue - reserve, limits.critical_kind),
-        (account, LimitKind.TOKENS),
-    )
-
-
-def can_fork(ledger: Ledger, critical: int, headers: Sequence[int], cue: int) -> bool:
-    """Whether headers, closing tags, cue and reserve fit into every limit. Arguments as for `branch_budget`."""
+    keep = trajectory.request.budget.takeaway_reserve_tokens
     return (
-        ledger.left_for_branches >= sum(headers) + len(headers) + cue
-        and branch_budget(ledger, critical, headers, cue)[0] >= max(headers) + 1
+        trajectory.ledger.remaining >= sum(headers) + len(headers) + cue + keep
+        and allowance(trajectory, headers, cue).tokens >= max(headers) + 1
     )
 
 
-def spent_branches(ledger: Ledger, block: Block) -> Iterator[tuple[Span, BranchStop]]:
-    """Open branches that may not take another token, and why."""
-    still_open = [branch for branch in block.branches if branch.open]
-    out_of_tokens = ledger.left_for_branches < len(still_open)
-    losing = _losing(ledger.policy.early_stop, block)
-    for branch in still_open:
-        if out_of_tokens or len(branch.tokens) + 1 >= branch.budget:
-            yield branch, BranchStop.BUDGET
-        elif branch in losing:
-            yield branch, BranchStop.EARLY
+def allowance(trajectory: Trajectory, headers: Sequence[int], cue: int) -> Allowance:
+    """What each branch of a fork with these headers may have; where limits agree, the narrower kind is named."""
+    limits, policy = trajectory.ledger.limits, trajectory.request.budget
+    after_join = cue + policy.takeaway_reserve_tokens
+    return min(
+        (
+            Allowance(limits.max_branch_tokens, LimitKind.BRANCH_TOKENS),
+            Allowance(limits.max_critical_tokens - trajectory.critical - after_join, limits.critical_kind),
+            Allowance(_share(policy, trajectory.ledger.remaining - after_join, headers), LimitKind.TOKENS),
+        ),
+        key=lambda granted: granted.tokens,
+    )
 
 
-def exhausted_limit(ledger: Ledger, block: Block) -> LimitKind:
-    """Which limit a branch that was stopped by its budget has reached."""
-    spent = any(branch.stop is BranchStop.BUDGET and len(branch.tokens) >= branch.budget for branch in block.branches)
-    return block.budget_limit if spent else LimitKind.TOKENS
+def _share(policy: BudgetPolicy, left: int, headers: Sequence[int]) -> int:
+    """What one span may take of the `left` tokens: an equal part, or all but the others' headers and closing tags."""
+    if policy.share is BranchShare.FAIR:
+        return left // len(headers)
+    return left - (sum(headers) + len(headers) - (max(headers) + 1))
 
 
-def _losing(rule: EarlyStop, block: Block) -> list[Span]:
-    """Open branches that lose by the rule."""
-    still_open = [branch for branch in block.branches if branch.open]
-    lengths = [len(branch.tokens) for branch in block.branches if branch.stop is BranchStop.CLOSED]
-    stragglers = [
-        branch
-        for branch in still_open
-        if rule.quorum and len(lengths) >= rule.quorum and len(branch.tokens) >= rule.straggler_factor * max(lengths)
-    ]
-    unsure = [branch for branch in still_open if rule.min_mean_log_prob and _unsure(branch, rule.min_mean_log_prob)]
-    return stragglers + unsure
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A branch that may not take another token, and why; `limit` is that of a BUDGET stop, else NONE."""
+
+    branch: Span
+    stop: BranchStop
+    limit: LimitKind = LimitKind.NONE
 
 
-def _unsure(branch: Span, least: float) -> bool:
-    last = branch.log_probs[-_WINDOW:]
-    return len(last) == _WINDOW and not any(branch.forced[-_WINDOW:]) and sum(last) / _WINDOW < least
+def endings(block: Block, ledger: Ledger, early_stop: EarlyStop) -> list[Ending]:
+    """Which open branches of a block end now, in plan order but for those that the account can't go on paying."""
+    ended, left = [], []
+    for branch in (branch for branch in block.branches if branch.open):
+        if len(branch.tokens) + 1 >= branch.budget:
+            ended.append(Ending(branch, BranchStop.BUDGET, block.limit))
+        elif _straggles(branch, block, early_stop) or _is_unlikely(branch, early_stop):
+            ended.append(Ending(branch, BranchStop.EARLY))
+        else:
+            left.append(branch)
+    if ledger.must_close(len(left)):
+        ended += [Ending(branch, BranchStop.BUDGET, LimitKind.TOKENS) for branch in left]
+    return ended
+
+
+def _straggles(branch: Span, block: Block, early_stop: EarlyStop) -> bool:
+    """Whether enough siblings have closed themselves, all of them with far fewer tokens."""
+    if early_stop.quorum == 0:
+        return False
+    closed = [len(sibling.tokens) for sibling in block.branches if sibling.stop is BranchStop.CLOSED]
+    return len(closed) >= early_stop.quorum and len(branch.tokens) >= early_stop.straggler_factor * max(closed)
+
+
+def _is_unlikely(branch: Span, early_stop: EarlyStop) -> bool:
+    """Whether its last 32 sampled tokens are unlikely on the whole; false while it has fewer."""
+    if early_stop.min_mean_log_prob == 0 or len(branch.tokens) < _RECENT or any(branch.forced[-_RECENT:]):
+        return False
+    return math.fsum(branch.log_probs[-_RECENT:]) < _RECENT * early_stop.min_mean_log_prob

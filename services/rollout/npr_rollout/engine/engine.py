@@ -30,7 +30,7 @@ from npr_rollout.engine.admission import check_request, resolve_limits
 from npr_rollout.engine.audit import audit
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.feeding import Feeder
-from npr_rollout.engine.fork_join import Cues, close_spent_branches, end_branch, end_open_branches, fork, join
+from npr_rollout.engine.fork_join import Cues, end_branch, end_open_branches, enforce_budgets, fork, join
 from npr_rollout.engine.kv_pool import KvPool
 from npr_rollout.engine.ledger import Ledger
 from npr_rollout.engine.model_runner import ModelRunner, kv_shape
@@ -182,7 +182,7 @@ class Engine:
             request,
             draw_key(request.sampling.seed, request.prompt_ids),
             next(self._arrivals),
-            Ledger(limits, request.budget),
+            Ledger(limits),
             TrunkGrammar(self._dialect) if parallel else None,
         )
         self._live[request.request_id] = trajectory
@@ -279,9 +279,7 @@ class Engine:
     def _take(self, spans: list[Span], samples: Samples) -> None:
         """Take one sampled token into each span's record."""
         special = self._special
-        drawn_by_span = zip(spans, samples.rows(), strict=True)
-        # Branches in plan order, not as the pass had them: which one ends a trajectory must not depend on the load.
-        for span, drawn in sorted(drawn_by_span, key=lambda pair: pair[0].branch):
+        for span, drawn in zip(spans, samples.rows(), strict=True):
             trajectory = span.owner
             if trajectory.finished:
                 continue
@@ -296,10 +294,10 @@ class Engine:
                 self._special_in_branch(span, drawn)
             else:
                 self._special_in_trunk(span, drawn)
-        self._enforce_budgets(span.owner for span in spans if span.is_branch)
+        self._go_on_with_blocks(span.owner for span in spans if span.is_branch)
 
     def _special_in_branch(self, span: Span, drawn: Drawn) -> None:
-        """A branch ends at its `</step>` or EOS; any other tag ends the trajectory."""
+        """A branch ends at its `</step>` or EOS; any other tag ends the trajectory when all have taken their tokens."""
         if drawn.token == self._cues.step_end:
             span.add(drawn)
             end_branch(span, BranchStop.CLOSED, self._cues)
@@ -309,9 +307,6 @@ class Engine:
             span.add(drawn)
             span.owner.ledger.spend()
             end_branch(span, BranchStop.TAG, self._cues)
-            self._finish(
-                span.owner, Outcome.MALFORMED, "A structural tag stands in a step.", reason=MalformedReason.TAG_IN_STEP
-            )
 
     def _special_in_trunk(self, span: Span, drawn: Drawn) -> None:
         trajectory = span.owner
@@ -360,7 +355,7 @@ class Engine:
             block = fork(trajectory, trajectory.grammar.plans, self._cues)
             for branch in block.branches:
                 branch.seen = self._new_body(trajectory)
-            self._enforce_budgets([trajectory])
+            self._go_on_with_blocks([trajectory])
             return
         self._refusals[reason] += 1
         if trajectory.request.fork_refusal is ForkRefusal.REJECT:
@@ -369,25 +364,29 @@ class Engine:
             trajectory.serialized_blocks += 1
             trajectory.serialized_reason = reason
 
-    def _enforce_budgets(self, trajectories: Iterable[Trajectory]) -> None:
+    def _go_on_with_blocks(self, trajectories: Iterable[Trajectory]) -> None:
+        """Once all branches have taken their tokens, in whatever order: end, close or join what has come to its end."""
         for trajectory in dict.fromkeys(trajectories):
-            if trajectory.finished or trajectory.open_block is None:
+            block = trajectory.open_block
+            if trajectory.finished or block is None:
                 continue
-            limit = close_spent_branches(trajectory, self._cues)
-            if limit is not LimitKind.NONE:
-                self._finish_at(trajectory, limit)
-            elif trajectory.open_block.closed:
+            if any(branch.stop is BranchStop.TAG for branch in block.branches):
+                message = "A structural tag stands in a step."
+                self._finish(trajectory, Outcome.MALFORMED, message, reason=MalformedReason.TAG_IN_STEP)
+                continue
+            self._truncate_at(trajectory, enforce_budgets(trajectory, block, self._cues))
+            if not trajectory.finished and block.closed:
                 join(trajectory, self._cues)
                 self._counts["joins"] += 1
                 self._check_trunk_limits(trajectory)
 
     def _check_trunk_limits(self, trajectory: Trajectory) -> None:
-        limit = trajectory.ledger.trunk_limit(trajectory.critical)
-        if limit is not LimitKind.NONE:
-            self._finish_at(trajectory, limit)
+        self._truncate_at(trajectory, trajectory.ledger.trunk_limit(trajectory.critical))
 
-    def _finish_at(self, trajectory: Trajectory, limit: LimitKind) -> None:
-        self._finish(trajectory, Outcome.TRUNCATED, f"It reached its limit: {limit.name.lower()}.", limit=limit)
+    def _truncate_at(self, trajectory: Trajectory, limit: LimitKind) -> None:
+        """End a trajectory at the limit that it has reached, if it has reached one."""
+        if limit is not LimitKind.NONE:
+            self._finish(trajectory, Outcome.TRUNCATED, f"It reached its limit: {limit.name.lower()}.", limit=limit)
 
     def _new_body(self, trajectory: Trajectory) -> Any:
         """What a step's body has said so far: nothing. None when no penalty is on."""
@@ -437,7 +436,7 @@ def _news(trajectory: Trajectory) -> Iterable[TokensEvent]:
                 tuple(span.tokens[begin:]),
                 tuple(span.log_probs[told]),
                 tuple(span.forced[told]),
-                tuple((span.raw_log_probs or ())[told]),
+                tuple(span.raw_log_probs[told]),
             )
 
 

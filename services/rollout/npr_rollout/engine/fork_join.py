@@ -16,7 +16,7 @@ from typing import Any
 from npr_common.cues import step_cue, takeaway_cue
 from npr_common.dialects import Dialect
 from npr_common.tags import Role, TagIds
-from npr_rollout.engine.budget import branch_budget, exhausted_limit, spent_branches
+from npr_rollout.engine.budget import allowance, endings
 from npr_rollout.engine.outcomes import BranchStop, Exhaustion, LimitKind
 from npr_rollout.engine.trajectory import Block, Span, Trajectory
 
@@ -45,13 +45,15 @@ def fork(trajectory: Trajectory, branches: int, cues: Cues) -> Block:
     """Open a block of `branches` branches, each with its header, behind the trunk's `</guideline>`."""
     headers = [cues.header(index) for index in range(branches)]
     lengths, ledger = [len(header) for header in headers], trajectory.ledger
-    budget, limit = branch_budget(ledger, trajectory.critical, lengths, len(cues.takeaway))
-    block = Block(sum(1 for _ in trajectory.blocks()), [], limit, time.time())
+    granted = allowance(trajectory, lengths, len(cues.takeaway))
+    block = Block(sum(1 for _ in trajectory.blocks()), [], time.time(), limit=granted.limit)
     for index, header in enumerate(headers):
-        branch = Span(trajectory, trajectory.trunk.end, block.index, index, budget=budget, started_at=block.started_at)
+        branch = Span(
+            trajectory, trajectory.trunk.end, block.index, index, budget=granted.tokens, started_at=block.started_at
+        )
         branch.force(header)
         block.branches.append(branch)
-    ledger.fork(lengths, len(cues.takeaway))
+    ledger.fork(lengths, len(cues.takeaway), trajectory.request.budget.takeaway_reserve_tokens)
     trajectory.segments.append(block)
     trajectory.settled = False
     return block
@@ -93,19 +95,14 @@ def join(trajectory: Trajectory, cues: Cues) -> Span:
     return takeaway
 
 
-def close_spent_branches(trajectory: Trajectory, cues: Cues) -> LimitKind:
-    """End the branches of an open block that may not take another token.
+def enforce_budgets(trajectory: Trajectory, block: Block, cues: Cues) -> LimitKind:
+    """End the branches of its open block that may not take another token.
 
     Returns:
-        The limit that ends the trajectory, where its policy says that running out does; else NONE.
+        The limit that truncates the trajectory by its budget policy; NONE if it goes on.
     """
-    block, ledger = trajectory.open_block, trajectory.ledger
-    if block is None:
-        return LimitKind.NONE
-    spent = list(spent_branches(ledger, block))
-    for branch, stop in spent:
-        end_branch(branch, stop, cues)
-    ran_out = any(stop is BranchStop.BUDGET for _, stop in spent)
-    if ran_out and ledger.policy.on_exhausted is Exhaustion.TRUNCATE:
-        return exhausted_limit(ledger, block)
-    return LimitKind.NONE
+    policy, reached = trajectory.request.budget, LimitKind.NONE
+    for ending in endings(block, trajectory.ledger, policy.early_stop):
+        end_branch(ending.branch, ending.stop, cues)
+        reached = reached or ending.limit
+    return reached if policy.on_exhausted is Exhaustion.TRUNCATE else LimitKind.NONE

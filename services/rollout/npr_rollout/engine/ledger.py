@@ -1,19 +1,42 @@
 """The token account of one trajectory over all its branches.
 
 Invariants:
-- `total + reserved <= max_tokens` at all times: what a fork has promised (closing tags, takeaway cue) is paid for.
-- A fork reserves one closing tag a branch and the cue; a branch's end turns its tag into a spent token; a join settles
-  the cue. So an open block can always be closed and joined within every limit.
+- `total + reserved <= max_tokens` at all times: what a fork has promised (closing tags, takeaway cue, and what the
+  budget policy keeps for what follows the join) is paid for.
+- A fork reserves one closing tag a branch, the cue and what is kept; a branch's end turns its tag into a spent token; a
+  join settles the cue and frees what was kept. So an open block can always be closed and joined within every limit.
 - Limits depend on the trajectory alone, never on what else is in the batch: the same request ends the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from npr_rollout.engine.outcomes import LimitKind
-from npr_rollout.engine.request import BudgetPolicy, ResolvedLimits
+from npr_rollout.engine.request import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedLimits:
+    """A request's limits with the engine's defaults filled in; all in tokens after the prompt.
+
+    Attributes:
+        critical_kind: what `max_critical_tokens` stands for: the request's own limit or the model's context.
+    """
+
+    max_tokens: int
+    max_critical_tokens: int
+    critical_kind: LimitKind
+    max_branch_tokens: int
+    max_branches: int
+    max_blocks: int
+
+    def report(self) -> Limits:
+        """The same as a request would ask for it."""
+        return Limits(
+            self.max_tokens, self.max_critical_tokens, self.max_branch_tokens, self.max_branches, self.max_blocks
+        )
 
 
 @dataclass(slots=True)
@@ -23,29 +46,26 @@ class Ledger:
     Attributes:
         total: tokens generated, forced ones included.
         forced: forced tokens among them.
-        reserved: tokens that the open block will need to be closed and joined.
+        reserved: tokens that the open block will need to be closed and joined, `kept` included.
+        kept: tokens that the open block's branches may not use.
     """
 
     limits: ResolvedLimits
-    policy: BudgetPolicy = field(default_factory=BudgetPolicy)
     total: int = 0
     forced: int = 0
     reserved: int = 0
+    kept: int = 0
 
     @property
     def remaining(self) -> int:
         """Tokens that may still be generated and are promised to nobody."""
         return self.limits.max_tokens - self.total - self.reserved
 
-    @property
-    def left_for_branches(self) -> int:
-        """Tokens that branches may still have: what remains, less what is kept for after the join."""
-        return self.remaining - self.policy.takeaway_reserve_tokens
-
-    def fork(self, headers: Sequence[int], cue: int) -> None:
-        """Spend the headers; promise a closing tag a branch, and the cue."""
+    def fork(self, headers: Sequence[int], cue: int, keep: int) -> None:
+        """Spend the headers; promise a closing tag a branch, the cue, and `keep` tokens for what follows the join."""
         self.spend_forced(sum(headers))
-        self.reserved += len(headers) + cue
+        self.kept = keep
+        self.reserved += len(headers) + cue + keep
 
     def spend(self) -> None:
         """Count one sampled token."""
@@ -63,9 +83,14 @@ class Ledger:
         self.forced += forced
 
     def join(self, cue: int) -> None:
-        """Turn the promised cue into spent tokens."""
-        self.reserved -= cue
+        """Turn the promised cue into spent tokens, and give the trunk what was kept for it."""
+        self.reserved -= cue + self.kept
+        self.kept = 0
         self.spend_forced(cue)
+
+    def must_close(self, open_branches: int) -> bool:
+        """Whether one more token for each open branch would break a promise."""
+        return self.remaining < open_branches
 
     def trunk_limit(self, critical: int) -> LimitKind:
         """The limit that the trunk has reached; NONE if it may go on."""

@@ -73,14 +73,14 @@ class ForkRefusal(IntEnum):
 
 
 class BranchShare(IntEnum):
-    """How tokens are shared between the branches of a block."""
+    """How the tokens that are left are shared out between the branches of a block."""
 
     FIRST_COME = sampling_pb2.BRANCH_SHARE_FIRST_COME
     FAIR = sampling_pb2.BRANCH_SHARE_FAIR
 
 
 class Exhaustion(IntEnum):
-    """What happens when a branch has used up what it may use."""
+    """What happens when a branch's budget, or the account it draws from, is used up."""
 
     CLOSE = sampling_pb2.EXHAUSTION_CLOSE
     TRUNCATE = sampling_pb2.EXHAUSTION_TRUNCATE

@@ -65,7 +65,8 @@ class ScriptedSampler:
             self._keep(logits, spans)
         chosen = torch.tensor(tokens, device=logits.device)[:, None]
         log_probs = logits.log_softmax(dim=-1).gather(1, chosen)[:, 0]
-        return Samples(tokens, log_probs.tolist())
+        values: list[float] = log_probs.tolist()
+        return Samples(tokens, values, values)
 
     def _token(self, span: Span) -> int:
         return self.scripts[span.owner.request.request_id].tokens[span.end, span.branch]

@@ -55,7 +55,7 @@ class Span:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)
-    raw_log_probs: list[float] | None = None
+    raw_log_probs: list[float] = field(default_factory=list)
     prompt_length: int = 0
     fed: int = 0
     row: int | None = None
@@ -86,16 +86,12 @@ class Span:
         """Tokens whose keys and values are not in the pool."""
         return len(self.tokens) - self.fed
 
-    def __post_init__(self) -> None:
-        if self.owner.request.sampling.raw_log_probs:
-            self.raw_log_probs = []
-
     def add(self, drawn: Drawn) -> None:
         """Append a sampled token."""
         self.tokens.append(drawn.token)
         self.log_probs.append(drawn.log_prob)
         self.forced.append(False)
-        if self.raw_log_probs is not None:
+        if self.owner.request.sampling.raw_log_probs:
             self.raw_log_probs.append(drawn.raw_log_prob)
 
     def force(self, tokens: list[int]) -> None:
@@ -103,7 +99,7 @@ class Span:
         self.tokens.extend(tokens)
         self.log_probs.extend([0.0] * len(tokens))
         self.forced.extend([True] * len(tokens))
-        if self.raw_log_probs is not None:
+        if self.owner.request.sampling.raw_log_probs:
             self.raw_log_probs.extend([0.0] * len(tokens))
 
     def report(self) -> BranchReport:
@@ -118,14 +114,14 @@ class Block:
     """A forked block: branches in plan order.
 
     Attributes:
-        budget_limit: the limit that its branches' budget comes from.
+        limit: the limit that its branches' budget comes from.
     """
 
     index: int
     branches: list[Span]
-    budget_limit: LimitKind
     started_at: float
     finished_at: float = 0.0
+    limit: LimitKind = LimitKind.NONE
 
     @property
     def closed(self) -> bool:

@@ -64,7 +64,7 @@ class ForkValidator:
         if sum(1 for _ in trajectory.blocks()) >= limits.max_blocks:
             return MalformedReason.TOO_MANY_BLOCKS
         headers = [len(self.cues.header(index)) for index in range(branches)]
-        if not can_fork(trajectory.ledger, trajectory.critical, headers, len(self.cues.takeaway)):
+        if not can_fork(trajectory, headers, len(self.cues.takeaway)):
             return MalformedReason.LEDGER
         if not self._pool_can_ever_pay(trajectory, branches):
             return MalformedReason.KV_POOL
