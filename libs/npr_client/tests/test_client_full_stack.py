@@ -137,9 +137,8 @@ def test_the_policy_that_is_served_can_be_changed(npr: NprCommand) -> None:
     told = json.loads(npr("serve-policy", "two@0", "--in-flight", "finish-on-old", "--json")[0])
     assert (told["policy"]["line"], told["previous"]["line"], told["aborted"]) == ("two", "one", 0)
     assert json.loads(npr("status", "--json")[0])["policy"]["line"] == "two"
-    assert (
-        lines(npr("generate", PROBLEM, "--max-tokens", "20", "--json")[0])[-1]["trajectory"]["policy"] == told["policy"]
-    )  # type: ignore[index]
+    last = json.loads(npr("generate", PROBLEM, "--max-tokens", "20", "--json")[0].splitlines()[-1])
+    assert last["trajectory"]["policy"] == told["policy"]
     _, err = npr("serve-policy", "one@7", code=2)
     assert "no policy one@7" in err
 
