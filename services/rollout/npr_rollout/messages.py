@@ -12,8 +12,18 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from npr.buffer.v1 import buffer_pb2
 from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
 from npr_common.errors import InvalidArgumentError
-from npr_rollout.engine.outcomes import ForkRefusal, Visibility
-from npr_rollout.engine.request import BlockReport, LedgerReport, Limits, Request, Result, SamplingParams
+from npr_rollout.engine.outcomes import BranchShare, Exhaustion, ForkRefusal, Visibility
+from npr_rollout.engine.request import (
+    BlockReport,
+    BudgetPolicy,
+    EarlyStop,
+    LedgerReport,
+    Limits,
+    Request,
+    ResolvedLimits,
+    Result,
+    SamplingParams,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class Decoding:
     limits: Limits
     visibility: Visibility
     fork_refusal: ForkRefusal
+    budget: BudgetPolicy
 
     @classmethod
     def parse(cls, spec: sampling_pb2.DecodingSpec, *, default_refusal: ForkRefusal, seed_offset: int = 0) -> Decoding:
@@ -40,6 +51,7 @@ class Decoding:
             _limits(spec.limits),
             Visibility(spec.visibility),
             ForkRefusal(spec.fork_refusal) if spec.fork_refusal else default_refusal,
+            _budget(spec.budget),
         )
 
     def request(
@@ -64,6 +76,7 @@ class Decoding:
             deadline,
             stream,
             job,
+            self.budget,
         )
 
 
@@ -99,6 +112,7 @@ def trajectory_message(
         token_ids=result.token_ids,
         prompt_length=result.prompt_length,
         behavior_log_probs=result.log_probs,
+        raw_log_probs=result.raw_log_probs,
         forced=result.forced,
         policy=policy,
         visibility=result.visibility.value,
@@ -137,6 +151,8 @@ def _sampling(message: sampling_pb2.Sampling, seed_offset: int) -> SamplingParam
         top_k=message.top_k,
         repetition_penalty=message.repetition_penalty or 1.0,
         seed=message.seed + seed_offset,
+        min_p=message.min_p,
+        raw_log_probs=message.raw_log_probs,
     )
 
 
@@ -150,6 +166,39 @@ def _limits(message: sampling_pb2.Limits) -> Limits:
     )
 
 
+def _budget(message: sampling_pb2.BudgetPolicy) -> BudgetPolicy:
+    rule = message.early_stop
+    return BudgetPolicy(
+        share=BranchShare(message.share or sampling_pb2.BRANCH_SHARE_FIRST_COME),
+        on_exhausted=Exhaustion(message.on_exhausted or sampling_pb2.EXHAUSTION_CLOSE),
+        takeaway_reserve_tokens=message.takeaway_reserve_tokens,
+        early_stop=EarlyStop(rule.quorum, rule.straggler_factor, rule.min_mean_log_prob),
+    )
+
+
+def _limits_message(limits: ResolvedLimits) -> sampling_pb2.Limits:
+    return sampling_pb2.Limits(
+        max_tokens=limits.max_tokens,
+        max_critical_tokens=limits.max_critical_tokens,
+        max_branch_tokens=limits.max_branch_tokens,
+        max_branches=limits.max_branches,
+        max_blocks=limits.max_blocks,
+    )
+
+
+def _budget_message(budget: BudgetPolicy) -> sampling_pb2.BudgetPolicy:
+    return sampling_pb2.BudgetPolicy(
+        share=budget.share.value,
+        on_exhausted=budget.on_exhausted.value,
+        takeaway_reserve_tokens=budget.takeaway_reserve_tokens,
+        early_stop=sampling_pb2.EarlyStop(
+            quorum=budget.early_stop.quorum,
+            straggler_factor=budget.early_stop.straggler_factor,
+            min_mean_log_prob=budget.early_stop.min_mean_log_prob,
+        ),
+    )
+
+
 def _ledger(report: LedgerReport) -> trajectory_pb2.Ledger:
     return trajectory_pb2.Ledger(
         total_tokens=report.total_tokens,
@@ -159,6 +208,8 @@ def _ledger(report: LedgerReport) -> trajectory_pb2.Ledger:
         peak_pages=report.peak_pages,
         preemptions=report.preemptions,
         blocks=[_block(block) for block in report.blocks],
+        limits=_limits_message(report.limits) if report.limits is not None else None,
+        budget=_budget_message(report.budget),
     )
 
 

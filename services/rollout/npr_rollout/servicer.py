@@ -148,6 +148,7 @@ def _chunk(
         branch_index=event.branch,
         token_ids=event.token_ids,
         log_probs=event.log_probs,
+        raw_log_probs=event.raw_log_probs,
         forced=event.forced,
         position=event.position,
         policy_version=policy.ref.version,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from npr_common.errors import InvalidArgumentError
 from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.ledger import ResolvedLimits
 from npr_rollout.engine.outcomes import LimitKind
-from npr_rollout.engine.request import Request
+from npr_rollout.engine.request import BudgetPolicy, Request, ResolvedLimits
 
 _SPARE_PAGES = 2  # the partly filled pages behind the shared prompt and at the end
 
@@ -33,8 +32,29 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
         _invalid("sampling.top_p", f"top_p is {sampling.top_p}; it lies in (0, 1].")
     if sampling.top_k < 0:
         _invalid("sampling.top_k", f"top_k is {sampling.top_k}; 0 keeps all tokens.")
+    if not 0 <= sampling.min_p < 1:
+        _invalid("sampling.min_p", f"min_p is {sampling.min_p}; it lies in [0, 1), and 0 keeps all tokens.")
     if not 0 < sampling.repetition_penalty < float("inf"):
         _invalid("sampling.repetition_penalty", f"The penalty is {sampling.repetition_penalty}; 1 is off.")
+    _check_budget(request.budget)
+
+
+def _check_budget(budget: BudgetPolicy) -> None:
+    rule = budget.early_stop
+    if budget.takeaway_reserve_tokens < 0:
+        _invalid("budget.takeaway_reserve_tokens", f"The reserve is {budget.takeaway_reserve_tokens}; 0 keeps nothing.")
+    if rule.quorum < 0:
+        _invalid("budget.early_stop.quorum", f"The quorum is {rule.quorum}; 0 is off.")
+    if rule.quorum and not 1 <= rule.straggler_factor < float("inf"):
+        _invalid(
+            "budget.early_stop.straggler_factor",
+            f"The straggler factor is {rule.straggler_factor}; with a quorum it is 1 or more.",
+        )
+    if not float("-inf") < rule.min_mean_log_prob <= 0:
+        _invalid(
+            "budget.early_stop.min_mean_log_prob",
+            f"The mean log-probability is {rule.min_mean_log_prob}; it is negative, and 0 is off.",
+        )
 
 
 def resolve_limits(request: Request, config: EngineConfig, context: int) -> tuple[ResolvedLimits, str]:

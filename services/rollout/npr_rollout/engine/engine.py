@@ -30,7 +30,7 @@ from npr_rollout.engine.admission import check_request, resolve_limits
 from npr_rollout.engine.audit import audit
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.feeding import Feeder
-from npr_rollout.engine.fork_join import Cues, end_branch, end_open_branches, enforce_budgets, fork
+from npr_rollout.engine.fork_join import Cues, close_spent_branches, end_branch, end_open_branches, fork, join
 from npr_rollout.engine.kv_pool import KvPool
 from npr_rollout.engine.ledger import Ledger
 from npr_rollout.engine.model_runner import ModelRunner, kv_shape
@@ -42,7 +42,7 @@ from npr_rollout.engine.results import make_result, refused
 from npr_rollout.engine.sampling import RandomSampler, Sampler, Samples, draw_key
 from npr_rollout.engine.scheduler import Scheduler
 from npr_rollout.engine.stopwatch import Stopwatch
-from npr_rollout.engine.trajectory import Span, Trajectory
+from npr_rollout.engine.trajectory import Drawn, Span, Trajectory
 from npr_rollout.engine.trunk_grammar import TagVerdict, TrunkGrammar
 from npr_rollout.engine.validation import ForkValidator
 
@@ -182,7 +182,7 @@ class Engine:
             request,
             draw_key(request.sampling.seed, request.prompt_ids),
             next(self._arrivals),
-            Ledger(limits),
+            Ledger(limits, request.budget),
             TrunkGrammar(self._dialect) if parallel else None,
         )
         self._live[request.request_id] = trajectory
@@ -279,46 +279,48 @@ class Engine:
     def _take(self, spans: list[Span], samples: Samples) -> None:
         """Take one sampled token into each span's record."""
         special = self._special
-        for span, token, log_prob in zip(spans, samples.tokens, samples.log_probs, strict=True):
+        drawn_by_span = zip(spans, samples.rows(), strict=True)
+        # Branches in plan order, not as the pass had them: which one ends a trajectory must not depend on the load.
+        for span, drawn in sorted(drawn_by_span, key=lambda pair: pair[0].branch):
             trajectory = span.owner
             if trajectory.finished:
                 continue
-            if token not in special:
-                span.add(token, log_prob)
+            if drawn.token not in special:
+                span.add(drawn)
                 trajectory.ledger.spend()
                 if span.seen is not None:
-                    span.seen[token] = True
+                    span.seen[drawn.token] = True
                 if not span.is_branch:
                     self._check_trunk_limits(trajectory)
             elif span.is_branch:
-                self._special_in_branch(span, token, log_prob)
+                self._special_in_branch(span, drawn)
             else:
-                self._special_in_trunk(span, token, log_prob)
+                self._special_in_trunk(span, drawn)
         self._enforce_budgets(span.owner for span in spans if span.is_branch)
 
-    def _special_in_branch(self, span: Span, token: int, log_prob: float) -> None:
+    def _special_in_branch(self, span: Span, drawn: Drawn) -> None:
         """A branch ends at its `</step>` or EOS; any other tag ends the trajectory."""
-        if token == self._cues.step_end:
-            span.add(token, log_prob)
+        if drawn.token == self._cues.step_end:
+            span.add(drawn)
             end_branch(span, BranchStop.CLOSED, self._cues)
-        elif token in self._eos:
+        elif drawn.token in self._eos:
             end_branch(span, BranchStop.EOS, self._cues)
         else:
-            span.add(token, log_prob)
+            span.add(drawn)
             span.owner.ledger.spend()
             end_branch(span, BranchStop.TAG, self._cues)
             self._finish(
                 span.owner, Outcome.MALFORMED, "A structural tag stands in a step.", reason=MalformedReason.TAG_IN_STEP
             )
 
-    def _special_in_trunk(self, span: Span, token: int, log_prob: float) -> None:
+    def _special_in_trunk(self, span: Span, drawn: Drawn) -> None:
         trajectory = span.owner
-        span.add(token, log_prob)
+        span.add(drawn)
         trajectory.ledger.spend()
-        if token in self._eos:
+        if drawn.token in self._eos:
             self._end_of_text(trajectory)
         elif trajectory.grammar is not None and self._tags is not None:
-            verdict = trajectory.grammar.take(self._tags.tag_of[token], len(span.tokens) - 1)
+            verdict = trajectory.grammar.take(self._tags.tag_of[drawn.token], len(span.tokens) - 1)
             self._trunk_tag(trajectory, verdict)
         if not trajectory.finished and trajectory.open_block is None:
             self._check_trunk_limits(trajectory)
@@ -369,14 +371,23 @@ class Engine:
 
     def _enforce_budgets(self, trajectories: Iterable[Trajectory]) -> None:
         for trajectory in dict.fromkeys(trajectories):
-            if not trajectory.finished and enforce_budgets(trajectory, self._cues):
+            if trajectory.finished or trajectory.open_block is None:
+                continue
+            limit = close_spent_branches(trajectory, self._cues)
+            if limit is not LimitKind.NONE:
+                self._finish_at(trajectory, limit)
+            elif trajectory.open_block.closed:
+                join(trajectory, self._cues)
                 self._counts["joins"] += 1
                 self._check_trunk_limits(trajectory)
 
     def _check_trunk_limits(self, trajectory: Trajectory) -> None:
         limit = trajectory.ledger.trunk_limit(trajectory.critical)
         if limit is not LimitKind.NONE:
-            self._finish(trajectory, Outcome.TRUNCATED, f"It reached its limit: {limit.name.lower()}.", limit=limit)
+            self._finish_at(trajectory, limit)
+
+    def _finish_at(self, trajectory: Trajectory, limit: LimitKind) -> None:
+        self._finish(trajectory, Outcome.TRUNCATED, f"It reached its limit: {limit.name.lower()}.", limit=limit)
 
     def _new_body(self, trajectory: Trajectory) -> Any:
         """What a step's body has said so far: nothing. None when no penalty is on."""
@@ -426,6 +437,7 @@ def _news(trajectory: Trajectory) -> Iterable[TokensEvent]:
                 tuple(span.tokens[begin:]),
                 tuple(span.log_probs[told]),
                 tuple(span.forced[told]),
+                tuple((span.raw_log_probs or ())[told]),
             )
 
 

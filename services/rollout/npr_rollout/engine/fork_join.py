@@ -16,7 +16,8 @@ from typing import Any
 from npr_common.cues import step_cue, takeaway_cue
 from npr_common.dialects import Dialect
 from npr_common.tags import Role, TagIds
-from npr_rollout.engine.outcomes import BranchStop
+from npr_rollout.engine.budget import branch_budget, exhausted_limit, spent_branches
+from npr_rollout.engine.outcomes import BranchStop, Exhaustion, LimitKind
 from npr_rollout.engine.trajectory import Block, Span, Trajectory
 
 
@@ -44,8 +45,8 @@ def fork(trajectory: Trajectory, branches: int, cues: Cues) -> Block:
     """Open a block of `branches` branches, each with its header, behind the trunk's `</guideline>`."""
     headers = [cues.header(index) for index in range(branches)]
     lengths, ledger = [len(header) for header in headers], trajectory.ledger
-    budget = ledger.branch_budget(trajectory.critical, lengths, len(cues.takeaway))
-    block = Block(sum(1 for _ in trajectory.blocks()), [], time.time())
+    budget, limit = branch_budget(ledger, trajectory.critical, lengths, len(cues.takeaway))
+    block = Block(sum(1 for _ in trajectory.blocks()), [], limit, time.time())
     for index, header in enumerate(headers):
         branch = Span(trajectory, trajectory.trunk.end, block.index, index, budget=budget, started_at=block.started_at)
         branch.force(header)
@@ -92,16 +93,19 @@ def join(trajectory: Trajectory, cues: Cues) -> Span:
     return takeaway
 
 
-def enforce_budgets(trajectory: Trajectory, cues: Cues) -> bool:
-    """Close the branches of an open block that may not take another token; whether all have ended and it was joined."""
-    block = trajectory.open_block
+def close_spent_branches(trajectory: Trajectory, cues: Cues) -> LimitKind:
+    """End the branches of an open block that may not take another token.
+
+    Returns:
+        The limit that ends the trajectory, where its policy says that running out does; else NONE.
+    """
+    block, ledger = trajectory.open_block, trajectory.ledger
     if block is None:
-        return False
-    still_open = [branch for branch in block.branches if branch.open]
-    out_of_tokens = trajectory.ledger.must_close(len(still_open))
-    for branch in still_open:
-        if out_of_tokens or len(branch.tokens) + 1 >= branch.budget:
-            end_branch(branch, BranchStop.BUDGET, cues)
-    if block.closed:
-        join(trajectory, cues)
-    return block.closed
+        return LimitKind.NONE
+    spent = list(spent_branches(ledger, block))
+    for branch, stop in spent:
+        end_branch(branch, stop, cues)
+    ran_out = any(stop is BranchStop.BUDGET for _, stop in spent)
+    if ran_out and ledger.policy.on_exhausted is Exhaustion.TRUNCATE:
+        return exhausted_limit(ledger, block)
+    return LimitKind.NONE

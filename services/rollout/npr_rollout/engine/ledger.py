@@ -10,25 +10,10 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from npr_rollout.engine.outcomes import LimitKind
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedLimits:
-    """A request's limits with the engine's defaults filled in; all in tokens after the prompt.
-
-    Attributes:
-        critical_kind: what `max_critical_tokens` stands for: the request's own limit or the model's context.
-    """
-
-    max_tokens: int
-    max_critical_tokens: int
-    critical_kind: LimitKind
-    max_branch_tokens: int
-    max_branches: int
-    max_blocks: int
+from npr_rollout.engine.request import BudgetPolicy, ResolvedLimits
 
 
 @dataclass(slots=True)
@@ -42,6 +27,7 @@ class Ledger:
     """
 
     limits: ResolvedLimits
+    policy: BudgetPolicy = field(default_factory=BudgetPolicy)
     total: int = 0
     forced: int = 0
     reserved: int = 0
@@ -51,24 +37,10 @@ class Ledger:
         """Tokens that may still be generated and are promised to nobody."""
         return self.limits.max_tokens - self.total - self.reserved
 
-    def can_fork(self, critical: int, headers: Sequence[int], cue: int) -> bool:
-        """Whether headers, closing tags and cue fit into every limit.
-
-        Args:
-            critical: tokens on the critical path so far.
-            headers: length of each branch's header.
-            cue: length of the takeaway cue.
-        """
-        return (
-            self.remaining >= sum(headers) + len(headers) + cue
-            and self.branch_budget(critical, headers, cue) >= max(headers) + 1
-        )
-
-    def branch_budget(self, critical: int, headers: Sequence[int], cue: int) -> int:
-        """Tokens that one branch's span may have at most, header and closing tag included."""
-        limits = self.limits
-        others = sum(headers) + len(headers) - (max(headers) + 1)
-        return min(limits.max_branch_tokens, limits.max_critical_tokens - critical - cue, self.remaining - others - cue)
+    @property
+    def left_for_branches(self) -> int:
+        """Tokens that branches may still have: what remains, less what is kept for after the join."""
+        return self.remaining - self.policy.takeaway_reserve_tokens
 
     def fork(self, headers: Sequence[int], cue: int) -> None:
         """Spend the headers; promise a closing tag a branch, and the cue."""
@@ -94,10 +66,6 @@ class Ledger:
         """Turn the promised cue into spent tokens."""
         self.reserved -= cue
         self.spend_forced(cue)
-
-    def must_close(self, open_branches: int) -> bool:
-        """Whether one more token for each open branch would break a promise."""
-        return self.remaining < open_branches
 
     def trunk_limit(self, critical: int) -> LimitKind:
         """The limit that the trunk has reached; NONE if it may go on."""

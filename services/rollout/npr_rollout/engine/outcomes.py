@@ -55,6 +55,7 @@ class BranchStop(IntEnum):
     EOS = trajectory_pb2.BRANCH_STOP_EOS
     TAG = trajectory_pb2.BRANCH_STOP_TAG
     ABORTED = trajectory_pb2.BRANCH_STOP_ABORTED
+    EARLY = trajectory_pb2.BRANCH_STOP_EARLY
 
 
 class Visibility(IntEnum):
@@ -69,3 +70,17 @@ class ForkRefusal(IntEnum):
 
     REJECT = sampling_pb2.FORK_REFUSAL_POLICY_REJECT
     SERIALIZE = sampling_pb2.FORK_REFUSAL_POLICY_SERIALIZE
+
+
+class BranchShare(IntEnum):
+    """How tokens are shared between the branches of a block."""
+
+    FIRST_COME = sampling_pb2.BRANCH_SHARE_FIRST_COME
+    FAIR = sampling_pb2.BRANCH_SHARE_FAIR
+
+
+class Exhaustion(IntEnum):
+    """What happens when a branch has used up what it may use."""
+
+    CLOSE = sampling_pb2.EXHAUSTION_CLOSE
+    TRUNCATE = sampling_pb2.EXHAUSTION_TRUNCATE

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from npr_rollout.engine.outcomes import BranchStop, ForkRefusal, LimitKind, MalformedReason, Outcome, Visibility
+from npr_rollout.engine.outcomes import (
+    BranchShare,
+    BranchStop,
+    Exhaustion,
+    ForkRefusal,
+    LimitKind,
+    MalformedReason,
+    Outcome,
+    Visibility,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +24,12 @@ class SamplingParams:
         temperature: softmax temperature; 0 takes the likeliest token.
         top_p: nucleus mass in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest one; 0 keeps all. The order is penalty,
+            temperature, top-k, top-p, min-p.
         repetition_penalty: divides (or multiplies, if negative) the logits of tokens that the step's own body holds
             already; 1 is off.
         seed: with the prompt it fixes every draw, whatever else is decoded beside it.
+        raw_log_probs: record log-probabilities under the raw distribution too.
     """
 
     temperature: float = 1.0
@@ -25,6 +37,8 @@ class SamplingParams:
     top_k: int = 0
     repetition_penalty: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    raw_log_probs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,54 @@ class Limits:
     max_branch_tokens: int | None = None
     max_branches: int | None = None
     max_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStop:
+    """When branches that lose are ended before their budget is. All zero: never.
+
+    Attributes:
+        quorum: once so many branches of the block have closed themselves, the others are measured; 0 is off.
+        straggler_factor: a branch is ended when its span has this many times the tokens of the longest of these.
+        min_mean_log_prob: a branch is ended when the mean log-probability of its last 32 sampled tokens is below this;
+            0 is off.
+    """
+
+    quorum: int = 0
+    straggler_factor: float = 0.0
+    min_mean_log_prob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPolicy:
+    """How a trajectory's tokens are spent on branches.
+
+    Attributes:
+        share: from one account as they come, or an equal part each.
+        on_exhausted: whether a branch that has used up its tokens is closed, or the trajectory ends.
+        takeaway_reserve_tokens: kept for what follows the join, in every limit of the trajectory.
+    """
+
+    share: BranchShare = BranchShare.FIRST_COME
+    on_exhausted: Exhaustion = Exhaustion.CLOSE
+    takeaway_reserve_tokens: int = 0
+    early_stop: EarlyStop = EarlyStop()
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedLimits:
+    """A request's limits with the engine's defaults filled in; all in tokens after the prompt.
+
+    Attributes:
+        critical_kind: what `max_critical_tokens` stands for: the request's own limit or the model's context.
+    """
+
+    max_tokens: int
+    max_critical_tokens: int
+    critical_kind: LimitKind
+    max_branch_tokens: int
+    max_branches: int
+    max_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +122,7 @@ class Request:
     deadline: float | None = None
     stream: bool = False
     job: str = ""
+    budget: BudgetPolicy = BudgetPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +153,7 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True)
 class LedgerReport:
-    """Tokens after the prompt, steps and pages of one trajectory over all its branches."""
+    """Tokens after the prompt, steps and pages of one trajectory over all its branches, and what it was held to."""
 
     total_tokens: int = 0
     critical_path_tokens: int = 0
@@ -99,6 +162,8 @@ class LedgerReport:
     peak_pages: int = 0
     preemptions: int = 0
     blocks: tuple[BlockReport, ...] = ()
+    limits: ResolvedLimits | None = None
+    budget: BudgetPolicy = BudgetPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +174,7 @@ class Result:
         token_ids: prompt and response.
         log_probs: one natural-log probability a response token, under the distribution it was drawn from; 0 if forced.
         forced: one flag a response token: the engine put it there.
+        raw_log_probs: one a response token under the raw distribution, 0 if forced; empty unless asked for.
         malformed_reason: why it is malformed, or why its last serialized block was.
         started_at: seconds since the epoch, when it was admitted; likewise `finished_at`.
     """
@@ -129,6 +195,7 @@ class Result:
     started_at: float = 0.0
     finished_at: float = 0.0
     message: str = ""
+    raw_log_probs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +209,7 @@ class TokensEvent:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     forced: tuple[bool, ...]
+    raw_log_probs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

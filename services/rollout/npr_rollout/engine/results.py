@@ -38,6 +38,7 @@ def make_result(
         started_at=trajectory.started_at or now,
         finished_at=now,
         message=message,
+        raw_log_probs=tuple(value for span in spans for value in span.raw_log_probs or ()),
     )
 
 
@@ -71,4 +72,6 @@ def _report(trajectory: Trajectory, now: float) -> LedgerReport:
         peak_pages=trajectory.peak_pages,
         preemptions=trajectory.preemptions,
         blocks=tuple(block.report() for block in trajectory.blocks()),
+        limits=trajectory.ledger.limits,
+        budget=trajectory.ledger.policy,
     )

@@ -3,16 +3,17 @@
 Invariants:
 - A draw depends on the request's seed and prompt, the branch and the position, and on nothing else in the batch: one
   uniform number a row, hashed from these, is put through the inverse of the row's own cumulative distribution.
-- The log-probability returned is that of the distribution the token was drawn from: after penalty, temperature, top-k
-  and top-p; 0 for greedy decoding, which draws from a point mass.
+- The log-probability returned is that of the distribution the token was drawn from: after penalty, temperature, and
+  truncation; 0 for greedy decoding, which draws from a point mass. The raw one, where asked for, is before all of them.
 - The penalty looks only at tokens of the step's own body. Tags and forced tokens are neither counted nor penalised.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -20,17 +21,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from npr_rollout.engine.trajectory import Span
+from npr_rollout.engine.cpu.draw import draw as draw_on_cpu
+from npr_rollout.engine.request import SamplingParams
+from npr_rollout.engine.trajectory import Drawn, Span
+from npr_rollout.engine.truncation import truncate
 
 _U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One token and its log-probability a row."""
+    """One token and its log-probability a row.
+
+    Attributes:
+        raw_log_probs: one a row under the raw distribution, 0 where it isn't asked for; empty if no row asks.
+    """
 
     tokens: list[int]
     log_probs: list[float]
+    raw_log_probs: list[float] = field(default_factory=list)
+
+    def rows(self) -> Iterator[Drawn]:
+        """What was drawn, row by row."""
+        return map(Drawn, self.tokens, self.log_probs, self.raw_log_probs or itertools.repeat(0.0))
 
 
 class Sampler(Protocol):
@@ -52,45 +65,35 @@ class RandomSampler:
 
     def sample(self, logits: Tensor, spans: Sequence[Span]) -> Samples:
         """Draw one token a row; see the module's invariants."""
-        logits = _penalise(logits, spans)
         params = [span.owner.request.sampling for span in spans]
-        temperature = torch.tensor([p.temperature for p in params], device=logits.device)
-        likeliest = logits.argmax(dim=-1)
-        if not bool((temperature > 0).any()):
-            return Samples(likeliest.tolist(), [0.0] * len(spans))
-        greedy = temperature == 0
-        scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
-        log_probs = _truncate(scaled, [p.top_k for p in params], [p.top_p for p in params]).log_softmax(dim=-1)
-        drawn = _inverse_cdf(log_probs, torch.from_numpy(_uniforms(spans)).to(logits.device))
-        tokens = torch.where(greedy, likeliest, drawn)
-        chosen = log_probs.gather(1, tokens[:, None])[:, 0].masked_fill(greedy, 0.0)
-        return Samples(tokens.tolist(), chosen.tolist())
+        temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
+        left = truncate(_penalise(logits, spans), params, temperatures)
+        draw = draw_on_cpu if logits.device.type == "cpu" else draw_anywhere
+        tokens, log_probs = draw(left, temperatures, torch.from_numpy(_uniforms(spans)).to(logits.device))
+        return Samples(tokens.tolist(), log_probs.tolist(), _raw_log_probs(logits, tokens, params))
 
 
-def _inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token at which the cumulative probability exceeds the row's uniform number in [0, 1)."""
+def draw_anywhere(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """What `cpu.draw` does, on any device."""
+    likeliest = logits.argmax(dim=-1)
+    greedy = temperatures == 0
+    log_probs = (logits / torch.where(greedy, 1.0, temperatures)[:, None]).log_softmax(dim=-1)
     cumulative = log_probs.exp().to(torch.float64).cumsum(dim=-1)
     target = uniforms[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return tokens.clamp_(max=log_probs.shape[-1] - 1)
+    drawn = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.where(greedy, likeliest, drawn)
+    chosen = log_probs.gather(1, tokens[:, None])[:, 0].masked_fill(greedy, 0.0)
+    return tokens, chosen.to(torch.float64)
 
 
-def _truncate(logits: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
-    """Mask what top-k and top-p leave out; rows that ask for neither are not sorted."""
-    rows = [i for i, (k, p) in enumerate(zip(top_k, top_p, strict=True)) if k > 0 or p < 1.0]
+def _raw_log_probs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> list[float]:
+    """Of the tokens drawn, before penalty, temperature and truncation; 0 in rows that don't ask, empty if none does."""
+    rows = [i for i, p in enumerate(params) if p.raw_log_probs]
     if not rows:
-        return logits
+        return []
     index = torch.tensor(rows, device=logits.device)
-    ranked, order = logits[index].sort(dim=-1, descending=True)
-    size = ranked.shape[-1]
-    keep_k = torch.tensor([top_k[i] or size for i in rows], device=logits.device)[:, None]
-    keep_p = torch.tensor([top_p[i] for i in rows], device=logits.device)[:, None]
-    ranked = ranked.masked_fill(torch.arange(size, device=logits.device)[None] >= keep_k, float("-inf"))
-    mass = ranked.softmax(dim=-1)
-    before = mass.cumsum(dim=-1) - mass  # the likeliest token is always kept
-    ranked = ranked.masked_fill((before >= keep_p) & (keep_p < 1.0), float("-inf"))
-    kept = torch.empty_like(ranked).scatter_(1, order, ranked)
-    return logits.index_copy(0, index, kept)
+    found = logits[index].log_softmax(dim=-1).gather(1, tokens[index, None])[:, 0]
+    return torch.zeros(len(params), device=logits.device).index_copy(0, index, found).tolist()
 
 
 def _penalise(logits: Tensor, spans: Sequence[Span]) -> Tensor:

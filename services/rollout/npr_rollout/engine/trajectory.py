@@ -13,17 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from npr_rollout.engine.ledger import Ledger
-from npr_rollout.engine.outcomes import BranchStop, MalformedReason
+from npr_rollout.engine.outcomes import BranchStop, LimitKind, MalformedReason
 from npr_rollout.engine.prompts import SharedPrompt
 from npr_rollout.engine.request import BlockReport, BranchReport, Request
 from npr_rollout.engine.trunk_grammar import TrunkGrammar
 
 OUTSIDE = -1
 """Block and branch index of trunk spans."""
+
+
+class Drawn(NamedTuple):
+    """A sampled token; its raw log-probability is 0 where nobody asks for it."""
+
+    token: int
+    log_prob: float
+    raw_log_prob: float
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +42,7 @@ class Span:
     Attributes:
         start: RoPE position of the first token.
         prompt_length: how many of the tokens are the prompt's; not zero in the first span only.
-        log_probs: one a token after the prompt; likewise `forced`.
+        log_probs: one a token after the prompt; likewise `forced`, and `raw_log_probs` where they are asked for.
         row: its table; None until it is fed, and after it has been joined.
         seen: bool [V], tokens that the step's body holds; None without a penalty.
         streamed: tokens that have been told to the client.
@@ -46,6 +55,7 @@ class Span:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)
+    raw_log_probs: list[float] | None = None
     prompt_length: int = 0
     fed: int = 0
     row: int | None = None
@@ -76,17 +86,25 @@ class Span:
         """Tokens whose keys and values are not in the pool."""
         return len(self.tokens) - self.fed
 
-    def add(self, token: int, log_prob: float) -> None:
+    def __post_init__(self) -> None:
+        if self.owner.request.sampling.raw_log_probs:
+            self.raw_log_probs = []
+
+    def add(self, drawn: Drawn) -> None:
         """Append a sampled token."""
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
+        self.tokens.append(drawn.token)
+        self.log_probs.append(drawn.log_prob)
         self.forced.append(False)
+        if self.raw_log_probs is not None:
+            self.raw_log_probs.append(drawn.raw_log_prob)
 
     def force(self, tokens: list[int]) -> None:
         """Append tokens that the engine puts there."""
         self.tokens.extend(tokens)
         self.log_probs.extend([0.0] * len(tokens))
         self.forced.extend([True] * len(tokens))
+        if self.raw_log_probs is not None:
+            self.raw_log_probs.extend([0.0] * len(tokens))
 
     def report(self) -> BranchReport:
         """Its account, for the ledger's report."""
@@ -97,10 +115,15 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A forked block: branches in plan order."""
+    """A forked block: branches in plan order.
+
+    Attributes:
+        budget_limit: the limit that its branches' budget comes from.
+    """
 
     index: int
     branches: list[Span]
+    budget_limit: LimitKind
     started_at: float
     finished_at: float = 0.0
 

@@ -13,6 +13,7 @@ from typing import Any
 from npr_common.dialects import Dialect
 from npr_common.schema import StreamingParser, ViolationCode
 from npr_common.tags import TagIds
+from npr_rollout.engine.budget import can_fork
 from npr_rollout.engine.fork_join import Cues
 from npr_rollout.engine.kv_pool import KvPool
 from npr_rollout.engine.outcomes import MalformedReason
@@ -63,7 +64,7 @@ class ForkValidator:
         if sum(1 for _ in trajectory.blocks()) >= limits.max_blocks:
             return MalformedReason.TOO_MANY_BLOCKS
         headers = [len(self.cues.header(index)) for index in range(branches)]
-        if not trajectory.ledger.can_fork(trajectory.critical, headers, len(self.cues.takeaway)):
+        if not can_fork(trajectory.ledger, trajectory.critical, headers, len(self.cues.takeaway)):
             return MalformedReason.LEDGER
         if not self._pool_can_ever_pay(trajectory, branches):
             return MalformedReason.KV_POOL

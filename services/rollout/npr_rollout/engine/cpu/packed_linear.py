@@ -43,10 +43,9 @@ def pack_weights(model: Any) -> int:
         if type(child) is nn.Linear
     ]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # FBGEMM packs with one thread, 16 ns a number
-        for (module, name, _), packed in zip(
-            plain, threads.map(lambda entry: PackedLinear(entry[2]), plain), strict=True
-        ):
-            setattr(module, name, packed)
+        packed = threads.map(PackedLinear, (linear for _, _, linear in plain))
+        for (module, name, _), linear in zip(plain, packed, strict=True):
+            setattr(module, name, linear)
     _compute_in_float32(model)
     return len(plain)
 
