@@ -173,12 +173,10 @@ class Engines:
     def _exchange(self, swap: Swap) -> NprError | None:
         """Put the next engine in the place of the current one; what went wrong, if so: then nothing has changed."""
         if swap.in_flight is InFlight.FINISH_ON_OLD and self._current is not None and not self._current.idle:
-            current, self._current = self._current, None
+            current = self._current
             failure = self._start(swap.build)
             if failure is None:
                 self._old = current
-            else:
-                self._current = current
             return failure
         build, served = self._build, self._current is not None
         self._retire_current()
