@@ -195,7 +195,7 @@ def _cost_table(figures: Figures) -> Table:
         for name in ("fork", "join")
     ]
     title = (
-        f"Fork ({costs['header_tokens']} forced tokens) and join ({costs['cue_tokens']}), medians of {costs['blocks']}\n"
+        f"Fork ({costs['header_tokens']} forced tokens), join ({costs['cue_tokens']}): medians of {costs['blocks']}\n"
         f"A step of the block: {1e3 * costs['block_step_seconds']:.3g} ms; "
         f"of the trunk: {1e3 * costs['trunk_step_seconds']:.3g} ms"
     )
