@@ -11,8 +11,8 @@ the scheduler, so no engine with these kernels can be faster.
   counts.
 - Keys and values: their bytes at the measured bandwidth.
 - Two bounds say what a bare step of M rows is bound by: `memory`, the weights' bytes at the measured bandwidth (the
-  best of a copy, bytes read and written, and of a sum); and `compute`, two operations a weight and row at the measured
-  peak (a float32 product of square matrices).
+  best of a copy, bytes read and written, of a sum, and of what a kernel gets through); and `compute`, two operations a
+  weight and row at the measured peak (the best of a float32 product of square matrices and of what a kernel does).
 """
 
 from __future__ import annotations
@@ -105,12 +105,14 @@ class Roofline:
     @property
     def bandwidth(self) -> float:
         """Bytes a second from memory."""
-        return statistics.median(self._bandwidths)
+        read = [self._linears.weights * self._weight_bytes[name] / s for (_, name), s in self._medians()]
+        return max(statistics.median(self._bandwidths), *read)
 
     @property
     def peak(self) -> float:
-        """float32 operations a second."""
-        return statistics.median(self._peaks)
+        """Operations a second."""
+        done = [2 * self._linears.weights * rows / s for (rows, _), s in self._medians()]
+        return max(statistics.median(self._peaks), *done)
 
     def sample(self) -> None:
         """Measure everything once."""
@@ -130,7 +132,7 @@ class Roofline:
 
     def bound(self, rows: int) -> Bound:
         """The bare step of so many rows."""
-        measured = {name: statistics.median(v) for (count, name), v in self._seconds.items() if count == rows}
+        measured = {name: seconds for (count, name), seconds in self._medians() if count == rows}
         kernel = min(measured, key=lambda name: measured[name])
         memory = self._linears.weights * self._weight_bytes[kernel] / self.bandwidth
         return Bound(measured[kernel], kernel, memory, 2 * self._linears.weights * rows / self.peak)
@@ -138,6 +140,10 @@ class Roofline:
     def seconds(self, rows: int, kv_bytes: float) -> float:
         """A bare step of so many rows that reads so many bytes of keys and values."""
         return self.bound(rows).linears + kv_bytes / self.bandwidth
+
+    def _medians(self) -> list[tuple[tuple[int, str], float]]:
+        """(rows, kernel), and seconds."""
+        return [(key, statistics.median(samples)) for key, samples in self._seconds.items()]
 
 
 def _kernels(model: Any, linears: Linears) -> Iterator[Kernel]:

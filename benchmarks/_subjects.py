@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from npr_common.dialects import load_dialect
@@ -153,9 +153,12 @@ def _random_qwen3(tokenizer: Any) -> Any:
 
 
 def _save_with_tags(gguf: Path, folder: Path) -> Any:
-    """Save a model without tags as one with them; the new rows are the mean of all. Its tokenizer."""
+    """Save a model without tags as one with them; their rows are random, which costs the same. Its tokenizer."""
     tokenizer = add_tag_tokens(load_tokenizer(gguf), DIALECT)
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16)
-    model.resize_token_embeddings(len(tokenizer))
+    unpacked = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=unpacked
+    )
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.save_pretrained(folder)
     return tokenizer
