@@ -96,6 +96,19 @@ def test_only_branches_closed_by_the_engine_bear_the_forced_mark() -> None:
     assert ["▲" in line for line in steps] == [False, True]
 
 
+def test_a_branch_that_was_stopped_early_bears_it_too_and_the_policy_is_told() -> None:
+    item = scored()
+    item.trajectory.ledger.blocks[0].branches[1].stop = trajectory_pb2.BRANCH_STOP_EARLY
+    assert "budget policy" not in drawn(trajectory_tree(item, NPR))
+    policy = item.trajectory.ledger.budget
+    policy.share, policy.takeaway_reserve_tokens = sampling_pb2.BRANCH_SHARE_FAIR, 16
+    policy.early_stop.quorum, policy.early_stop.straggler_factor = 1, 1.5
+    text = drawn(trajectory_tree(item, NPR))
+    assert "40/40 tokens  3 forced  early  ▲ closing tag forced" in text
+    told = "fair shares · 16 tokens kept for the takeaway · stragglers closed at 1.5x once 1 have closed"
+    assert f"budget policy  {told}" in text
+
+
 def test_serialized_blocks_are_told_from_forked_ones() -> None:
     trajectory = trajectory_pb2.Trajectory(
         response_text=block("a", "b", "c") + block("d", "e"),

@@ -16,7 +16,10 @@ from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
 from npr_client.sdk import (
     BlockingClient,
+    BranchShare,
+    BudgetOptions,
     DecodingOptions,
+    Exhaustion,
     InFlight,
     NprClient,
     ServiceAddresses,
@@ -295,6 +298,20 @@ def test_decoding_options_name_every_choice() -> None:
     assert spec.visibility == sampling_pb2.VISIBILITY_SEQUENTIAL
     assert spec.fork_refusal == sampling_pb2.FORK_REFUSAL_POLICY_SERIALIZE
     assert (spec.limits.max_tokens, spec.sampling.temperature) == (7, 0.5)
+    assert spec.budget.share == sampling_pb2.BRANCH_SHARE_FIRST_COME
+    assert spec.budget.on_exhausted == sampling_pb2.EXHAUSTION_CLOSE
     refusing = DecodingOptions(reject_refused_forks=True).to_proto()
     assert refusing.visibility == sampling_pb2.VISIBILITY_PARALLEL
     assert refusing.fork_refusal == sampling_pb2.FORK_REFUSAL_POLICY_REJECT
+
+
+def test_min_p_raw_log_probs_and_the_budget_policy_travel() -> None:
+    budget = BudgetOptions(BranchShare.FAIR, Exhaustion.TRUNCATE, 40, 2, 1.5, -3.0)
+    spec = DecodingOptions(min_p=0.25, raw_log_probs=True, budget=budget).to_proto()
+    assert (spec.sampling.min_p, spec.sampling.raw_log_probs) == (0.25, True)
+    assert spec.budget == sampling_pb2.BudgetPolicy(
+        share=sampling_pb2.BRANCH_SHARE_FAIR,
+        on_exhausted=sampling_pb2.EXHAUSTION_TRUNCATE,
+        takeaway_reserve_tokens=40,
+        early_stop=sampling_pb2.EarlyStop(quorum=2, straggler_factor=1.5, min_mean_log_prob=-3.0),
+    )

@@ -51,6 +51,11 @@ def test_the_reference_runs_values_are_those_of_the_paper() -> None:
     ("change", "told"),
     [
         ({"stagez": []}, "stagez: unknown key"),
+        ({"decoding": {"min_p": 1.0}}, "decoding.min_p: Input should be less than 1"),
+        ({"decoding": {"budget": {"share": "all"}}}, "decoding.budget.share: Input should be 'first_come' or 'fair'"),
+        ({"decoding": {"budget": {"early_stop": {"quorum": 1}}}}, "quorum needs a straggler_factor of at least 1"),
+        ({"decoding": {"budget": {"early_stop": {"straggler_factor": 2}}}}, "straggler_factor needs a quorum"),
+        ({"decoding": {"max_tokens": 9, "budget": {"takeaway_reserve_tokens": 9}}}, "leaves branches nothing"),
         ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
         ({"model": None}, "name either a model or a policy"),
         ({"prompt": {"user": "no place"}}, "prompt.user: must hold {problem}"),
@@ -95,6 +100,24 @@ def test_decoding_travels_whole_to_the_engine() -> None:
     assert spec.limits.max_blocks == 0, "what a recipe leaves out is the engine's own"
     assert spec.fork_refusal == sampling_pb2.FORK_REFUSAL_POLICY_SERIALIZE
     assert spec.visibility == sampling_pb2.VISIBILITY_PARALLEL
+
+
+def test_min_p_and_the_budget_policy_travel_to_the_engine() -> None:
+    budget = {
+        "share": "fair",
+        "on_exhausted": "truncate",
+        "takeaway_reserve_tokens": 40,
+        "early_stop": {"quorum": 2, "straggler_factor": 1.5, "min_mean_log_prob": -3},
+    }
+    recipe = _with(decoding={"min_p": 0.25, "raw_log_probs": True, "budget": budget})
+    spec = recipe.decoding.to_proto(sampling_pb2.VISIBILITY_PARALLEL, seed=5)
+    assert (spec.sampling.min_p, spec.sampling.raw_log_probs) == (0.25, True)
+    assert spec.budget == sampling_pb2.BudgetPolicy(
+        share=sampling_pb2.BRANCH_SHARE_FAIR,
+        on_exhausted=sampling_pb2.EXHAUSTION_TRUNCATE,
+        takeaway_reserve_tokens=40,
+        early_stop=sampling_pb2.EarlyStop(quorum=2, straggler_factor=1.5, min_mean_log_prob=-3),
+    )
 
 
 def test_a_problems_own_braces_survive_the_template() -> None:

@@ -257,17 +257,18 @@ async def test_export_writes_a_folder_that_loads(rig: Any) -> None:
             await rig.learner.ExportPolicy(learner_pb2.ExportPolicyRequest(policy=started.policy, name="../mine"))
 
 
-async def test_distorted_sampling_is_refused(rig: Any) -> None:
+@pytest.mark.parametrize(("field", "value"), [("top_p", 0.9), ("min_p", 0.1)])
+async def test_distorted_sampling_is_refused(rig: Any, field: str, value: float) -> None:
     async with rig.running():
         started = await rig.start("npr", "PAPO")
         plain = rig.group
 
-        def nucleus(group_id: str, samples: int) -> Any:
+        def cut(group_id: str, samples: int) -> Any:
             group = plain(group_id, samples)
-            group.decoding.sampling.top_p = 0.9
+            setattr(group.decoding.sampling, field, value)
             return group
 
-        rig.group = nucleus
-        with pytest.raises(FailedPreconditionError, match="top_p 1") as refused:
-            await rig.train("npr", 0, await rig.experience(started.policy, "nucleus"))
+        rig.group = cut
+        with pytest.raises(FailedPreconditionError, match=field) as refused:
+            await rig.train("npr", 0, await rig.experience(started.policy, "cut"))
         assert refused.value.reason == "DISTORTED_SAMPLING"

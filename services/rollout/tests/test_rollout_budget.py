@@ -353,6 +353,7 @@ def check_result(result: Result, request: Request) -> None:
     ledger, limits, policy = result.ledger, result.ledger.limits, request.budget
     assert limits is not None
     assert ledger.total_tokens == len(result.token_ids) - result.prompt_length <= (limits.max_tokens or 0)
+    assert TAGS is not None
     tree = topology(result.token_ids, result.prompt_length, TAGS)
     assert ledger.critical_path_tokens == tree.critical_path_length <= (limits.max_critical_tokens or 0)
     parsed = parse_tokens(result.token_ids, TOKENIZER, DIALECT, result.prompt_length)

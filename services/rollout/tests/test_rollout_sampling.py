@@ -212,7 +212,8 @@ def test_min_p_keeps_what_is_likely_enough_after_temperature() -> None:
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     logits = torch.tensor([0.4, 0.2, 0.2, 0.2]).log()
-    for cut in ({"top_k": 2}, {"top_p": 0.5}):
+    cuts: list[dict[str, Any]] = [{"top_k": 2}, {"top_p": 0.5}]
+    for cut in cuts:
         samples = RandomSampler().sample(logits.expand(200, -1), [span(end=i, **cut) for i in range(200)])
         assert set(samples.tokens) == {0, 1, 2, 3}
 

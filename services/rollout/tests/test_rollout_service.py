@@ -106,12 +106,16 @@ def check_trajectory(trajectory: trajectory_pb2.Trajectory, policy: Any) -> None
 async def test_generate_streams_what_the_trajectory_holds(peers: Any, publish: Any) -> None:
     policy = publish("stream")
     async with rollout(peers, policy_line="stream", worker=False) as stub:
-        call = stub.Generate(rollout_pb2.GenerateRequest(request_id="g", prompt=prompt(), decoding=decoding(40)))
+        spec = decoding(40, min_p=0.001, raw_log_probs=True)
+        call = stub.Generate(rollout_pb2.GenerateRequest(request_id="g", prompt=prompt(), decoding=spec))
         events = [event async for event in call]
     trajectory = events[-1].trajectory
     check_trajectory(trajectory, policy)
     tokens = [token for event in events[:-1] for token in event.tokens.token_ids]
     assert sorted(tokens) == sorted(trajectory.token_ids[trajectory.prompt_length :])
+    raw = [value for event in events[:-1] for value in event.tokens.raw_log_probs]
+    assert sorted(raw) == sorted(trajectory.raw_log_probs)
+    assert len(raw) == len(tokens)
 
 
 async def test_leaving_a_stream_gives_every_page_back(peers: Any, publish: Any) -> None:

@@ -8,7 +8,7 @@ import typer
 from rich.live import Live
 
 from npr.types.v1 import trajectory_pb2
-from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, dialect_named, with_client
+from npr_client.cli.options import DialectOption, JsonOption, MinPOption, StateDirOption, dialect_named, with_client
 from npr_client.cli.output import Output
 from npr_client.render.live import LiveTrajectory
 from npr_client.render.tree import trajectory_tree
@@ -21,6 +21,7 @@ def generate(
     *,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    min_p: MinPOption = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     max_tokens: Annotated[int, typer.Option(min=0, help="Over all branches; 0: the engine's own.")] = 0,
     sequential: Annotated[bool, typer.Option("--sequential", help="Plain causal decoding: no forks.")] = False,
@@ -33,7 +34,7 @@ def generate(
     out = Output(as_json)
     table = dialect_named(dialect)
     decoding = DecodingOptions(
-        temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens, sequential=sequential
+        temperature=temperature, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, sequential=sequential
     )
 
     async def work(client: NprClient) -> trajectory_pb2.Trajectory:

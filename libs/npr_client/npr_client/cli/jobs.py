@@ -11,13 +11,21 @@ from rich.text import Text
 
 from npr.rollout.v1 import rollout_pb2
 from npr.types.v1 import prompt_pb2, trajectory_pb2
-from npr_client.cli.options import JsonOption, StateDirOption, with_client
+from npr_client.cli.options import JsonOption, MinPOption, StateDirOption, with_client
 from npr_client.cli.output import Output
 from npr_client.cli.policies import ModelOption, PolicyOption, chosen_policy
 from npr_client.cli.runs import follow
 from npr_client.render import words
 from npr_client.render.tables import jobs_table
-from npr_client.sdk import DecodingOptions, NprClient, prompts_from_jsonl, text_prompt
+from npr_client.sdk import (
+    BranchShare,
+    BudgetOptions,
+    DecodingOptions,
+    Exhaustion,
+    NprClient,
+    prompts_from_jsonl,
+    text_prompt,
+)
 from npr_common.errors import InvalidArgumentError, NotFoundError
 from npr_common.references import PACKAGE_PREFIX, resolve_reference
 
@@ -33,9 +41,16 @@ def submit(
     verifier: Annotated[str, typer.Option(help="How answers are judged.", show_default="math, with a gold")] = "",
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    min_p: MinPOption = 0.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     max_tokens: Annotated[int, typer.Option(min=0, help="Over all branches; 0: the engine's own.")] = 0,
     max_branch_tokens: Annotated[int, typer.Option(min=0, help="Of one branch; 0: the engine's own.")] = 0,
+    branch_share: Annotated[
+        BranchShare, typer.Option(help="How branches share what is left.")
+    ] = BranchShare.FIRST_COME,
+    on_exhausted: Annotated[Exhaustion, typer.Option(help="At a branch's end of budget.")] = Exhaustion.CLOSE,
+    takeaway_reserve_tokens: Annotated[int, typer.Option(min=0, help="Kept for what follows a block's join.")] = 0,
+    raw_log_probs: Annotated[bool, typer.Option("--raw-log-probs", help="Record the model's own ones too.")] = False,
     sequential: Annotated[bool, typer.Option("--sequential", help="Plain causal decoding: no forks.")] = False,
     job_id: Annotated[str | None, typer.Option(help="Name of the job; a repeat changes nothing.")] = None,
     watch_it: Annotated[bool, typer.Option("--watch", help="Watch it to its end.")] = False,
@@ -48,10 +63,13 @@ def submit(
     decoding = DecodingOptions(
         temperature=temperature,
         top_p=top_p,
+        min_p=min_p,
         seed=seed,
         max_tokens=max_tokens,
         max_branch_tokens=max_branch_tokens,
         sequential=sequential,
+        raw_log_probs=raw_log_probs,
+        budget=BudgetOptions(branch_share, on_exhausted, takeaway_reserve_tokens),
     )
 
     async def work(client: NprClient) -> None:

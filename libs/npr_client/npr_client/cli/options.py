@@ -23,6 +23,9 @@ StateDirOption = Annotated[
     Path | None,
     typer.Option("--state-dir", envvar=STATE_DIR_VARIABLE, help="Folder of the local stack.", show_default=".npr"),
 ]
+MinPOption = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Keep tokens this fraction as likely as the likeliest; 0 keeps all.")
+]
 DialectOption = Annotated[str, typer.Option(help="Dialect of the tags: a bundled name or a YAML file.")]
 
 

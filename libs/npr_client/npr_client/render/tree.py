@@ -97,6 +97,8 @@ def _add_branch(node: Tree, branch: BranchView) -> None:
 
 
 def _add_notes(tree: Tree, trajectory: trajectory_pb2.Trajectory, violations: Iterable[str]) -> None:
+    if policy := words.budget(trajectory.ledger.budget):
+        tree.add(Text(f"budget policy  {policy}", style="dim"))
     if trajectory.serialized_blocks:
         why = words.malformed_reason(trajectory.malformed_reason)
         tree.add(Text(f"{trajectory.serialized_blocks} blocks serialized: {why}", style="yellow"))

@@ -27,7 +27,7 @@ class BranchView:
     @property
     def closed_by_force(self) -> bool:
         """Whether the engine, not the model, ended the step."""
-        return self.stop in {"budget", "eos"}
+        return self.stop in {"budget", "eos", "early"}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,22 @@ def branch_stop(value: trajectory_pb2.BranchStop.ValueType) -> str:
     return _word(trajectory_pb2.BranchStop.Name(value), "BRANCH_STOP_")
 
 
+def budget(policy: sampling_pb2.BudgetPolicy) -> str:
+    """Such as `fair shares · 40 tokens kept for the takeaway`; empty for the policy that nobody asked for."""
+    early, parts = policy.early_stop, []
+    if policy.share == sampling_pb2.BRANCH_SHARE_FAIR:
+        parts.append("fair shares")
+    if policy.on_exhausted == sampling_pb2.EXHAUSTION_TRUNCATE:
+        parts.append("truncates at the end of a budget")
+    if policy.takeaway_reserve_tokens:
+        parts.append(f"{policy.takeaway_reserve_tokens:,} tokens kept for the takeaway")
+    if early.quorum:
+        parts.append(f"stragglers closed at {early.straggler_factor:g}x once {early.quorum} have closed")
+    if early.min_mean_log_prob:
+        parts.append(f"branches closed below a mean log-probability of {early.min_mean_log_prob:g}")
+    return " · ".join(parts)
+
+
 def verdict(value: trajectory_pb2.VerdictKind.ValueType) -> str:
     """`correct`, `incorrect`, `unscorable`, or `unspecified` where nothing was judged."""
     return _word(trajectory_pb2.VerdictKind.Name(value), "VERDICT_KIND_")

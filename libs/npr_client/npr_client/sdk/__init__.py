@@ -13,13 +13,16 @@ Invariants:
 from npr_client.sdk.addresses import ServiceAddresses
 from npr_client.sdk.blocking import BlockingClient
 from npr_client.sdk.client import NprClient
-from npr_client.sdk.decoding import DecodingOptions
+from npr_client.sdk.decoding import BranchShare, BudgetOptions, DecodingOptions, Exhaustion
 from npr_client.sdk.policies import InFlight
 from npr_client.sdk.prompts import prompts_from_jsonl, text_prompt
 
 __all__ = [
     "BlockingClient",
+    "BranchShare",
+    "BudgetOptions",
     "DecodingOptions",
+    "Exhaustion",
     "InFlight",
     "NprClient",
     "ServiceAddresses",
