@@ -15,6 +15,22 @@ _WAIT_SECONDS = 2.0
 
 Read = Callable[[EngineStatus], Iterable[Observation]]
 
+_COUNTERS: dict[str, Callable[[EngineStatus], int]] = {
+    names.METRIC_ENGINE_TOKENS: lambda s: s.tokens,
+    names.METRIC_ENGINE_STEPS: lambda s: s.steps,
+    names.METRIC_ENGINE_FORKS: lambda s: s.forks,
+    names.METRIC_ENGINE_PREEMPTIONS: lambda s: s.preemptions,
+    names.METRIC_ENGINE_EVICTIONS: lambda s: s.evictions,
+    names.METRIC_ENGINE_KV_TOKENS_READ: lambda s: s.kv_tokens_read,
+    names.METRIC_ENGINE_KV_TOKENS_ATTENDED: lambda s: s.kv_tokens_attended,
+}
+_GAUGES: dict[str, Callable[[EngineStatus], int]] = {
+    names.METRIC_ENGINE_RUNNING: lambda s: s.running,
+    names.METRIC_ENGINE_WAITING: lambda s: s.waiting,
+    names.METRIC_ENGINE_PAGES_USED: lambda s: s.pages_used,
+    names.METRIC_ENGINE_PAGES_CACHED: lambda s: s.pages_cached,
+}
+
 
 def observe_engine(engine: EngineThread) -> None:
     """Register the instruments; they ask the engine when metrics are collected, and are silent while it is busy."""
@@ -29,14 +45,27 @@ def observe_engine(engine: EngineThread) -> None:
         return observe
 
     instruments = meter()
-    instruments.create_observable_counter(names.METRIC_ENGINE_TOKENS, [callback(lambda s: [Observation(s.tokens)])])
-    instruments.create_observable_counter(names.METRIC_ENGINE_STEPS, [callback(lambda s: [Observation(s.steps)])])
-    instruments.create_observable_counter(names.METRIC_ENGINE_FORKS, [callback(lambda s: [Observation(s.forks)])])
-    instruments.create_observable_gauge(
-        names.METRIC_ENGINE_PAGES_USED, [callback(lambda s: [Observation(s.pages_used)])]
-    )
+    for name, count in _COUNTERS.items():
+        instruments.create_observable_counter(name, [callback(_single(count))])
+    for name, value in _GAUGES.items():
+        instruments.create_observable_gauge(name, [callback(_single(value))])
+    instruments.create_observable_counter(names.METRIC_ENGINE_SECONDS, [callback(_seconds)], unit="s")
     instruments.create_observable_counter(names.METRIC_ENGINE_RECOVERIES, [lambda _: [Observation(engine.recoveries)]])
     instruments.create_observable_counter(
         names.METRIC_ENGINE_FORK_REFUSALS,
         [callback(lambda s: [Observation(n, {"reason": r.name.lower()}) for r, n in s.fork_refusals.items()])],
     )
+
+
+def _single(value: Callable[[EngineStatus], int]) -> Read:
+    return lambda status: [Observation(value(status))]
+
+
+def _seconds(status: EngineStatus) -> Iterable[Observation]:
+    """Where the engine's time goes."""
+    parts = {
+        "scheduling": status.scheduling_seconds,
+        "forward": status.forward_seconds,
+        "sampling": status.sampling_seconds,
+    }
+    return [Observation(seconds, {"part": part}) for part, seconds in parts.items()]
