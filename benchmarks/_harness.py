@@ -6,7 +6,12 @@ Every benchmark measures its rivals in the same run and names the result `ratios
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -17,14 +22,42 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def tell(figures: Mapping[str, object], *, as_json: bool) -> None:
-    """Prints a line a figure, and with `as_json` all of them as one object on the last line."""
+def tell(figures: Mapping[str, object], *, as_json: bool, tables: Sequence[Table] = ()) -> None:
+    """Prints the tables, or without any a line a figure; with `as_json` all figures as one object on the last line."""
     if not figures.get("ratios"):
         raise ValueError("a benchmark tells the ratios to its rivals")
-    for name, value in _flat(figures):
-        print(f"{name:60} {value:,.3f}" if isinstance(value, float) else f"{name:60} {value}")
+    if tables:
+        console = Console(width=120)
+        for each in tables:
+            console.print(each)
+    else:
+        for name, value in _flat(figures):
+            print(f"{name:60} {value:,.3f}" if isinstance(value, float) else f"{name:60} {value}")
     if as_json:
         print(json.dumps(figures))
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> Table:
+    """A table whose first column is text and whose others are numbers, shown with three digits that count."""
+    made = Table(title=title, title_justify="left", caption=note or None, caption_justify="left")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
+    for row in rows:
+        made.add_row(*map(_cell, row))
+    return made
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """The bootstrapped 95% interval of the median."""
+    drawn = random.Random(0)
+    medians = sorted(statistics.median(drawn.choices(samples, k=len(samples))) for _ in range(1000))
+    return medians[25], medians[974]
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _flat(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -53,6 +53,8 @@ def buffer_stack(nowhere: Path) -> Iterator[StateDir]:
         (["show", "t/0", "--dialect", "klingon"], "klingon"),
         (["runs"], "no controller service is known"),
         (["verify", "missing.jsonl"], "no file missing.jsonl"),
+        (["serve-policy", "nobody"], "no policy nobody in"),
+        (["serve-policy", "nobody@x"], "write LINE or LINE@VERSION"),
         (["up", "--only", "bufer"], "the stack has no component 'bufer'"),
     ],
 )

@@ -130,6 +130,19 @@ def test_evaluations_take_models_and_published_policies(npr: NprCommand) -> None
     assert "/nowhere is not there" in err
 
 
+def test_the_policy_that_is_served_can_be_changed(npr: NprCommand) -> None:
+    for line in ("one", "two"):
+        npr("publish", "bundled:tiny", "--line", line)
+    assert "serving one@0" in npr("serve-policy", "one")[0]
+    told = json.loads(npr("serve-policy", "two@0", "--in-flight", "finish-on-old", "--json")[0])
+    assert (told["policy"]["line"], told["previous"]["line"], told["aborted"]) == ("two", "one", 0)
+    assert json.loads(npr("status", "--json")[0])["policy"]["line"] == "two"
+    last = json.loads(npr("generate", PROBLEM, "--max-tokens", "20", "--json")[0].splitlines()[-1])
+    assert last["trajectory"]["policy"] == told["policy"]
+    _, err = npr("serve-policy", "one@7", code=2)
+    assert "no policy one@7" in err
+
+
 def test_a_recipes_paths_are_those_of_the_callers_folder(npr: NprCommand) -> None:
     caller = NprCommand(npr.folder / "caller")  # the stack was started one folder above
     (caller.folder / "data").mkdir(parents=True)

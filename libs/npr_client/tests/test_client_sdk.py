@@ -13,13 +13,14 @@ import pytest
 from npr.controller.v1 import controller_pb2, controller_pb2_grpc
 from npr.reward.v1 import reward_pb2, reward_pb2_grpc
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr.types.v1 import sampling_pb2, trajectory_pb2
+from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
 from npr_client.sdk import (
     BlockingClient,
     BranchShare,
     BudgetOptions,
     DecodingOptions,
     Exhaustion,
+    InFlight,
     NprClient,
     ServiceAddresses,
     prompts_from_jsonl,
@@ -147,6 +148,7 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self) -> None:
         self.left = asyncio.Event()
         self.watches = 0
+        self.asked: list[rollout_pb2.ServePolicyRequest] = []
 
     def register(self, server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, server)
@@ -164,6 +166,12 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
                 await asyncio.sleep(0.01)
         finally:
             self.left.set()
+
+    async def ServePolicy(self, request: rollout_pb2.ServePolicyRequest, _: Any) -> rollout_pb2.ServePolicyResponse:
+        self.asked.append(request)
+        if len(self.asked) == 1:
+            raise UnavailableError("going away")
+        return rollout_pb2.ServePolicyResponse(aborted=len(self.asked))
 
     async def WatchJob(self, request: rollout_pb2.WatchJobRequest, _: Any) -> AsyncIterator[Any]:
         self.watches += 1
@@ -191,6 +199,16 @@ async def test_a_deadline_is_the_trajectorys() -> None:
         with pytest.raises(DeadlineExceededError):
             async for _ in client.generate(text_prompt("x"), DecodingOptions(), deadline_seconds=0.2):
                 pass
+
+
+async def test_serving_a_policy_is_asked_for_until_it_is_answered() -> None:
+    rollout, policy = Rollout(), policy_pb2.PolicyRef(line="run", version=3, digest="d")
+    async with running_server(rollout) as address, NprClient(ServiceAddresses({"rollout": address})) as client:
+        answer = await client.serve_policy(policy, InFlight.FINISH_ON_OLD)
+    assert answer.aborted == len(rollout.asked) == 2
+    for request in rollout.asked:
+        assert request.policy == policy
+        assert request.in_flight == rollout_pb2.IN_FLIGHT_FINISH_ON_OLD
 
 
 async def test_each_trajectory_of_a_job_is_told_once() -> None:

@@ -16,12 +16,17 @@ import fsspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from npr.types.v1 import policy_pb2
+from npr_common.canary import Canary
 from npr_common.errors import AlreadyExistsError, DataLossError, NotFoundError
 from npr_common.files import write_atomically
 
 
 class PolicyMetadata(BaseModel):
-    """What an engine must know of a policy besides its files."""
+    """What an engine must know of a policy besides its files.
+
+    Attributes:
+        canary: what the policy must say to one fixed prompt; None where it was published without.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,6 +35,7 @@ class PolicyMetadata(BaseModel):
     stage: str
     step: int
     parent_digest: str = ""
+    canary: Canary | None = None
 
 
 class Manifest(BaseModel):
@@ -44,7 +50,22 @@ class Manifest(BaseModel):
 
     def encode(self) -> bytes:
         """Canonical bytes, whose sha256 is the policy's digest."""
-        return self.model_dump_json(indent=1).encode()
+        return self.model_dump_json(indent=1, exclude_none=True).encode()
+
+    def is_repeat_of(self, earlier: bytes) -> bool:
+        """Whether it publishes what the canonical bytes `earlier` do.
+
+        The canary follows from the files. It does not count: another machine computes other last digits of it, and what
+        was published before there were canaries has none.
+        """
+        try:
+            known = Manifest.model_validate_json(earlier)
+        except ValidationError:
+            return False
+        return self._without_canary() == known._without_canary()
+
+    def _without_canary(self) -> "Manifest":
+        return self.model_copy(update={"metadata": self.metadata.model_copy(update={"canary": None})})
 
 
 class PolicyStore:
@@ -65,17 +86,18 @@ class PolicyStore:
         exists with other content or a newer one exists, `ResourceExhaustedError` when the disk is full.
         """
         hashes = {name: self._put_blob(content) for name, content in sorted(files.items())}
-        manifest = Manifest(line=line, version=version, files=hashes, metadata=metadata).encode()
-        path = self._manifest_path(line, version)
+        manifest = Manifest(line=line, version=version, files=hashes, metadata=metadata)
+        path, content = self._manifest_path(line, version), manifest.encode()
         if self._fs.exists(path):
-            if self._fs.cat_file(path) != manifest:
+            content = self._fs.cat_file(path)
+            if not manifest.is_repeat_of(content):
                 raise AlreadyExistsError(f"policy {line} version {version} exists with other content")
         else:
             newest = self._newest_version(line)
             if newest is not None and newest > version:
                 raise AlreadyExistsError(f"policy {line} is at version {newest}; {version} can't be published any more")
-            self._put(path, manifest)
-        return self._ref(line, version, manifest)
+            self._put(path, content)
+        return self._ref(line, version, content)
 
     def latest(self, line: str) -> policy_pb2.PolicyRef | None:
         """The newest version of a line, or None when nothing was published."""

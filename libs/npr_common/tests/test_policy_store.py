@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from npr.types.v1 import policy_pb2
+from npr_common.canary import Canary
 from npr_common.errors import AlreadyExistsError, DataLossError, NotFoundError
 from npr_common.policy_store import PolicyMetadata, PolicyStore
 
@@ -74,3 +76,17 @@ def test_a_missing_policy_is_not_found(store: PolicyStore) -> None:
     with pytest.raises(NotFoundError):
         store.materialize(missing)
     assert store.latest("x") is None
+
+
+def test_a_repeat_may_differ_in_its_canary_alone(tmp_path: Path) -> None:
+    """Another machine computes other last digits of it, and what is older than canaries has none."""
+    store = PolicyStore(f"file://{tmp_path}/store", tmp_path / "cache")
+    canary = Canary.of((1, 2), np.log(np.asarray([0.2, 0.5, 0.3], np.float32)))
+    first = store.publish("run", 0, FILES, METADATA)
+    assert b"canary" not in (tmp_path / "store/lines/run/00000000.json").read_bytes()
+    assert store.publish("run", 0, FILES, METADATA.model_copy(update={"canary": canary})) == first
+    second = store.publish("run", 1, FILES, METADATA.model_copy(update={"canary": canary}))
+    assert store.publish("run", 1, FILES, METADATA) == second
+    assert store.manifest(second).metadata.canary == canary
+    with pytest.raises(AlreadyExistsError):
+        store.publish("run", 1, FILES, METADATA.model_copy(update={"step": 7, "canary": canary}))

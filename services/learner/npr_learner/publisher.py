@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from npr_common.canary import Canary
+from npr_learner.canary import make_canary
 from npr_learner.options import Precision
 
 
@@ -25,12 +27,13 @@ def base_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         return _read(folder)
 
 
-def policy_files(model: Any, base: Mapping[str, bytes], precision: Precision) -> dict[str, bytes]:
-    """The base files and the weights, rounded to `precision`."""
+def policy_files(model: Any, base: Mapping[str, bytes], precision: Precision) -> tuple[dict[str, bytes], Canary]:
+    """The base files and the weights, rounded to `precision`, and what these weights must say to the canary."""
+    rounded = _rounded(model, precision)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _rounded(model, precision).save_pretrained(folder, max_shard_size="4GB")
-        return {**base, **_read(folder)}
+        rounded.save_pretrained(folder, max_shard_size="4GB")
+        return {**base, **_read(folder)}, make_canary(rounded)
 
 
 def _rounded(model: Any, precision: Precision) -> Any:

@@ -53,14 +53,15 @@ class Stage:
     def publish(self, store: PolicyStore) -> policy_pb2.PolicyRef:
         """Publishes the weights under the record's version; a repeat gives the same reference."""
         spec, record = self.record.spec, self.record
+        files, canary = policy_files(self.policy.model, self.base, spec.options.published_precision)
         metadata = PolicyMetadata(
             dialect=self.policy.dialect.name,
             has_tag_tokens=self.policy.tags is not None,
             stage=spec.key.stage,
             step=record.next_step,
             parent_digest=record.parent_digest,
+            canary=canary,
         )
-        files = policy_files(self.policy.model, self.base, spec.options.published_precision)
         return store.publish(spec.key.run_id, record.policy_version, files, metadata)
 
 

@@ -1,99 +1,97 @@
-"""The engine in a thread of its own, for asyncio.
+"""The engines in a thread of their own, for asyncio.
 
 Invariants:
-- Only this thread touches the engine; others send it commands, which it runs between two steps.
-- A policy is replaced when nothing is on its way. Requests that come meanwhile wait for the new one.
-- A fault of the engine is told to everyone who waits, and ends that engine, never the thread: the next policy that is
-  loaded gets a new one.
+- Only this thread touches an engine; others send it commands, which it runs between two steps.
+- Whoever waits gets an answer: a result, or the fault or the stop that took its place. A command that is sent when the
+  thread has ended is refused at once.
+- Nothing that a command raises ends the thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from npr_common.errors import FailedPreconditionError, InternalError, NprError, UnavailableError
-from npr_rollout.engine.engine import Engine, EngineStatus
-from npr_rollout.engine.request import Event, FinishedEvent, Request, Result
-from npr_rollout.policy_loader import LoadedPolicy
+from npr.types.v1 import policy_pb2
+from npr_common.errors import InternalError, NprError, UnavailableError
+from npr_rollout.engine.engine import EngineStatus
+from npr_rollout.engine.request import Event, FinishedEvent, Result
+from npr_rollout.engines import Engines
+from npr_rollout.serving import MakeRequest, Serving, Submission
+from npr_rollout.swap import Build, InFlight, Swap, Swapped
 
-log = logging.getLogger(__name__)
+__all__ = ["EngineThread", "MakeRequest", "Serving"]
 
 T = TypeVar("T")
-Sink = Callable[[Event | NprError], None]
-MakeRequest = Callable[[LoadedPolicy], Request]
-
-
-@dataclass(frozen=True)
-class Serving:
-    """A policy and the engine that serves it."""
-
-    policy: LoadedPolicy
-    engine: Engine
-
-
-@dataclass(frozen=True)
-class _Submission:
-    make_request: MakeRequest
-    sink: Sink
-    accepted: Future[Request]
-
-
-@dataclass(frozen=True)
-class _Replacement:
-    build: Callable[[], Serving]
-    done: Future[None]
+Command = Callable[[], None]
 
 
 class EngineThread:
-    """Submits, streams and aborts across the thread's border."""
+    """Submits, streams, aborts and swaps across the thread's border."""
 
-    def __init__(self, torch_threads: int | None = None) -> None:
+    def __init__(
+        self, torch_threads: int | None = None, report_health: Callable[[bool], None] = lambda healthy: None
+    ) -> None:
+        """`report_health` is called in the thread when the engine is down, and when one serves again."""
         self._torch_threads = torch_threads
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="npr-engine", daemon=True)
-        self._stopped = False
-        self._serving: Serving | None = None
-        self._replacement: _Replacement | None = None
-        self._held: list[_Submission] = []
-        self._sinks: dict[str, Sink] = {}
-        self._past = EngineStatus.zero()
+        self._engines = Engines(report_health)
+        self._stopping = False
+        self._obeys = False  # between the start and the end of the thread
+        self._sending = threading.Lock()  # nothing is sent once the thread has looked for the last time
 
     # --- from asyncio ---
 
     @property
-    def policy(self) -> LoadedPolicy | None:
-        """What is served."""
-        serving = self._serving
-        return serving.policy if serving is not None else None
+    def policy(self) -> policy_pb2.PolicyRef | None:
+        """What new requests are decoded with."""
+        return self._engines.policy
 
     @property
     def in_flight(self) -> int:
         """Requests on their way."""
-        return len(self._sinks) + len(self._held)
+        return self._engines.in_flight
+
+    @property
+    def recoveries(self) -> int:
+        """How often the engine was made again after a fault."""
+        return self._engines.recoveries
 
     def start(self) -> None:
         """Start the thread."""
+        self._obeys = True
         self._thread.start()
 
     async def stop(self) -> None:
         """End the thread after its current step; whoever waits gets UNAVAILABLE."""
-        await asyncio.wrap_future(self._call(self._stop))
+        await self.between_steps(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    async def replace(self, build: Callable[[], Serving]) -> None:
-        """Serve what `build` makes, as soon as nothing is on its way. `build` runs in the engine's thread."""
-        done: Future[None] = Future()
-        self._commands.put(lambda: self._set_replacement(_Replacement(build, done)))
-        await asyncio.wrap_future(done)
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread, between two steps; its result, or what it raised."""
+        return await asyncio.wrap_future(self._call(function))
+
+    async def check_can_swap(self) -> None:
+        """Raises FailedPreconditionError while another swap is under way or an old engine still finishes."""
+        await self.between_steps(self._engines.check_can_swap)
+
+    async def replace(self, build: Build, in_flight: InFlight = InFlight.DRAIN) -> Swapped:
+        """Serve what `build` makes, which is called in the thread. Cancelling the call before that leaves all as it is.
+
+        Raises:
+            FailedPreconditionError: another swap is under way, or the engine can't be made; what was served still is.
+        """
+        done: Future[Swapped] = Future()
+        self._send(lambda: self._engines.request_swap(Swap(build, in_flight, done)))
+        return await asyncio.wrap_future(done)
 
     async def stream(self, make_request: MakeRequest) -> AsyncGenerator[Event]:
         """Events of one request, made for the policy that serves it; closing the iterator aborts it.
@@ -105,10 +103,8 @@ class EngineThread:
         """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | NprError] = asyncio.Queue()
-        submission = _Submission(
-            make_request, lambda event: _deliver(loop, events, event), accepted := Future[Request]()
-        )
-        self._commands.put(lambda: self._submit(submission))
+        submission = Submission(make_request, lambda event: _deliver(loop, events, event), accepted := Future[None]())
+        self._send(lambda: self._engines.submit(submission))
         finished = False
         try:
             await asyncio.wrap_future(accepted)
@@ -121,7 +117,8 @@ class EngineThread:
                 yield event
         finally:
             if not finished:
-                self._commands.put(lambda: self._withdraw(submission))
+                with contextlib.suppress(UnavailableError):  # a thread that has ended decodes nothing
+                    self._send(lambda: self._engines.withdraw(submission))
 
     async def decode(self, make_request: MakeRequest) -> Result:
         """The result of one request; cancelling the call aborts it. Raises as `stream` does."""
@@ -136,132 +133,60 @@ class EngineThread:
 
     async def status(self, *, audit: bool = False) -> tuple[EngineStatus, tuple[str, ...]]:
         """Counts since the thread started, and the audit's problems when asked for."""
-        return await asyncio.wrap_future(self._call(lambda: self._status(audit)))
+        return await self.between_steps(lambda: self._engines.status(audit=audit))
 
     def status_now(self, timeout_seconds: float) -> EngineStatus:
         """The counts, for callers outside of asyncio. Raises TimeoutError when the engine is busy for longer."""
-        return self._call(lambda: self._status(False)).result(timeout_seconds)[0]
+        return self._call(lambda: self._engines.status(audit=False)).result(timeout_seconds)[0]
 
-    # --- in the thread ---
+    # --- across the border ---
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
-        if not self._thread.is_alive():
-            raise UnavailableError("The rollout worker has stopped.")
         future: Future[T] = Future()
-        self._commands.put(lambda: future.set_result(function()))
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function()
+            except Exception as error:  # noqa: BLE001 - it belongs to the one who called
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._send(command)
         return future
+
+    def _send(self, command: Command) -> None:
+        with self._sending:
+            if not self._obeys:
+                raise UnavailableError("The rollout worker has stopped.")
+            self._commands.put(command)
+
+    # --- in the thread ---
 
     def _run(self) -> None:
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
-        while not self._stopped:
-            self._obey(wait=self._serving is None or self._serving.engine.idle)
-            self._replace_if_idle()
-            if self._serving is not None and not self._stopped:
-                self._step(self._serving)
+        while not self._stopping:
+            self._obey(wait=not self._engines.busy)
+            self._engines.advance()
+        with self._sending:
+            self._obeys = False
+        self._obey(wait=False)  # what was sent meanwhile is refused
 
     def _obey(self, *, wait: bool) -> None:
         """Run all commands; with `wait`, at least one."""
-        if wait and self._replacement is None:
+        if wait:
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
 
-    def _step(self, serving: Serving) -> None:
-        try:
-            events = serving.engine.step()
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            self._fail(error)
-            return
-        for event in events:
-            finished = isinstance(event, FinishedEvent)
-            name = event.result.request_id if isinstance(event, FinishedEvent) else event.request_id
-            sink = self._sinks.pop(name, None) if finished else self._sinks.get(name)
-            if sink is not None:
-                sink(event)
-
-    def _fail(self, error: Exception) -> None:
-        log.critical("the engine failed; the policy has to be loaded again", exc_info=error)
-        if self._serving is not None:
-            self._past = self._past.plus(self._serving.engine.status())
-        self._serving = None
-        fault = InternalError(f"The engine failed: {type(error).__name__}: {error}", reason="ENGINE_FAILED")
-        self._tell_all(fault)
-
-    def _tell_all(self, fault: NprError) -> None:
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink(fault)
-        held, self._held = self._held, []
-        for submission in held:
-            _reject(submission.accepted, fault)
-
     def _stop(self) -> None:
-        self._stopped = True
-        self._tell_all(UnavailableError("The rollout worker is stopping; try again elsewhere."))
-
-    def _set_replacement(self, replacement: _Replacement) -> None:
-        if self._replacement is not None:
-            _reject(replacement.done, FailedPreconditionError("Another policy is being loaded; wait for it."))
-        else:
-            self._replacement = replacement
-
-    def _replace_if_idle(self) -> None:
-        replacement = self._replacement
-        if replacement is None or (self._serving is not None and not self._serving.engine.idle):
-            return
-        if self._serving is not None:
-            self._past = self._past.plus(self._serving.engine.status())
-        self._serving, self._replacement = None, None  # free its memory before the next one takes as much
-        try:
-            self._serving = replacement.build()
-        except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
-            _reject(replacement.done, error)
-        else:
-            replacement.done.set_result(None)
-        held, self._held = self._held, []
-        for submission in held:
-            self._submit(submission)
-
-    def _submit(self, submission: _Submission) -> None:
-        if self._replacement is not None:
-            self._held.append(submission)
-            return
-        if not submission.accepted.set_running_or_notify_cancel():
-            return
-        try:
-            if self._stopped or self._serving is None:
-                raise FailedPreconditionError("No policy is loaded; wait until the service is healthy.")
-            request = submission.make_request(self._serving.policy)
-            self._serving.engine.submit(request)
-        except NprError as error:
-            submission.accepted.set_exception(error)
-            return
-        self._sinks[request.request_id] = submission.sink
-        submission.accepted.set_result(request)
-
-    def _withdraw(self, submission: _Submission) -> None:
-        if submission in self._held:
-            self._held.remove(submission)
-        accepted = submission.accepted
-        if accepted.done() and not accepted.cancelled() and accepted.exception() is None:
-            name = accepted.result().request_id
-            if self._sinks.pop(name, None) is not None and self._serving is not None:
-                self._serving.engine.abort(name)
-
-    def _status(self, audit: bool) -> tuple[EngineStatus, tuple[str, ...]]:
-        if self._serving is None:
-            return self._past.plus(EngineStatus.zero()), ()
-        engine = self._serving.engine
-        return self._past.plus(engine.status()), engine.audit() if audit else ()
+        self._stopping = True
+        self._engines.stop()
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event | NprError], event: Event | NprError) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(events.put_nowait, event)
-
-
-def _reject(future: Future[T], error: Exception) -> None:
-    """Unless the one who waited has left."""
-    if future.running() or future.set_running_or_notify_cancel():
-        future.set_exception(error)

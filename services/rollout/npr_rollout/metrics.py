@@ -35,6 +35,7 @@ def observe_engine(engine: EngineThread) -> None:
     instruments.create_observable_gauge(
         names.METRIC_ENGINE_PAGES_USED, [callback(lambda s: [Observation(s.pages_used)])]
     )
+    instruments.create_observable_counter(names.METRIC_ENGINE_RECOVERIES, [lambda _: [Observation(engine.recoveries)]])
     instruments.create_observable_counter(
         names.METRIC_ENGINE_FORK_REFUSALS,
         [callback(lambda s: [Observation(n, {"reason": r.name.lower()}) for r, n in s.fork_refusals.items()])],

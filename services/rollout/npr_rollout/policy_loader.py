@@ -2,12 +2,14 @@
 
 Invariants:
 - What is served is what the reference's digest names; the policy store verifies every file.
-- The store's cache folder belongs to one process: only the policy that was loaded last stays in it.
+- The store's cache folder belongs to one process: only the policy that was loaded last stays in it. One load at a time
+  uses it, also when nobody waits for the one before any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from npr.types.v1 import policy_pb2
+from npr_common.canary import Canary
 from npr_common.dialects import Dialect, DialectError, load_dialect
 from npr_common.errors import DataLossError, FailedPreconditionError, NotFoundError
 from npr_common.policy_store import PolicyStore
@@ -24,13 +27,31 @@ from npr_common.tokenizers import TokenizerError, load_tokenizer
 
 
 @dataclass(frozen=True)
+class PolicyStamp:
+    """What is told of a policy with its tokens. Whoever needs no more than that does not keep a model in memory."""
+
+    ref: policy_pb2.PolicyRef
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy in memory."""
+    """A policy in memory.
+
+    Attributes:
+        canary: what it must say to the canary's prompt; None where it was published without.
+    """
 
     ref: policy_pb2.PolicyRef
     model: Any
     tokenizer: Any
     dialect: Dialect
+    canary: Canary | None = None
+
+    @property
+    def stamp(self) -> PolicyStamp:
+        """The policy without its model."""
+        return PolicyStamp(self.ref, self.tokenizer)
 
 
 class PolicyLoader:
@@ -39,7 +60,8 @@ class PolicyLoader:
     def __init__(self, store: PolicyStore, device: str = "auto", dtype: str = "auto") -> None:
         self._store = store
         self._device = _device(device)
-        self._dtype = _dtype(dtype, self._device)
+        self._dtype = _dtype(dtype)
+        self._loading = threading.Lock()
 
     async def load(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
         """Fetch, verify and load, in a thread of its own.
@@ -49,7 +71,7 @@ class PolicyLoader:
             DataLossError: its files are not what they were.
             FailedPreconditionError: the engine can't serve this kind of model.
         """
-        return await asyncio.to_thread(self._load, ref)
+        return await asyncio.to_thread(self._load_alone, ref)
 
     async def latest(self, line: str) -> policy_pb2.PolicyRef:
         """The newest version of a line. Raises NotFoundError when nothing was published."""
@@ -57,6 +79,10 @@ class PolicyLoader:
         if ref is None:
             raise NotFoundError(f"policy line {line} has no version in {self._store.root_url}: publish one first")
         return ref
+
+    def _load_alone(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
+        with self._loading:
+            return self._load(ref)
 
     def _load(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
         manifest = self._store.manifest(ref)
@@ -67,7 +93,7 @@ class PolicyLoader:
             tokenizer = load_tokenizer(folder)
         except (DialectError, TokenizerError) as error:
             raise FailedPreconditionError(f"policy {ref.line} version {ref.version}: {error}") from error
-        return LoadedPolicy(ref, self._model(folder, ref), tokenizer, dialect)
+        return LoadedPolicy(ref, self._model(folder, ref), tokenizer, dialect, manifest.metadata.canary)
 
     def _model(self, folder: Path, ref: policy_pb2.PolicyRef) -> Any:
         try:
@@ -87,9 +113,9 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+def _dtype(name: str) -> torch.dtype | str:
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        return name
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise FailedPreconditionError(f"NPR_ROLLOUT_DTYPE is {name!r}: name a torch dtype such as bfloat16")

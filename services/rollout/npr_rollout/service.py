@@ -7,37 +7,37 @@ import contextlib
 import logging
 import os
 import signal
-from functools import partial
+from collections.abc import Awaitable, Callable
 
 import grpc
 
 from npr.buffer.v1 import buffer_pb2_grpc
 from npr.reward.v1 import reward_pb2_grpc
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr.types.v1 import policy_pb2
 from npr_common.config import Addresses
 from npr_common.errors import NprError
 from npr_common.policy_store import PolicyStore
 from npr_common.rpc import connect
-from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.model_runner import kv_shape
-from npr_rollout.engine_thread import EngineThread, Serving
+from npr_rollout.engine_thread import EngineThread
 from npr_rollout.jobs import Jobs
 from npr_rollout.metrics import observe_engine
 from npr_rollout.outbox import Outbox
-from npr_rollout.policy_loader import LoadedPolicy, PolicyLoader
+from npr_rollout.policy_loader import PolicyLoader
+from npr_rollout.policy_switch import PolicySwitch
 from npr_rollout.servicer import RolloutServicer
 from npr_rollout.settings import RolloutSettings
 from npr_rollout.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_MIB = 1 << 20
+HealthReport = Callable[[bool], Awaitable[None]]
 
 
 class RolloutService:
-    """What `npr_common.rpc.run` serves. Healthy once it can take work; a policy is loaded when work names it."""
+    """What `npr_common.rpc.run` serves. Healthy once it can take work; a policy is loaded when work names it.
+
+    It is unhealthy while its engine is down, which is until a policy is loaded again.
+    """
 
     name = "rollout"
     grpc_names = (rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,)
@@ -47,10 +47,18 @@ class RolloutService:
         self._addresses = addresses or Addresses()
         store = PolicyStore(self._addresses.policy_store_url, self._addresses.cache_dir / "rollout")
         self._loader = PolicyLoader(store, self._settings.device, self._settings.dtype)
-        self._engine = EngineThread(self._settings.torch_threads)
+        self._engine = EngineThread(self._settings.torch_threads, self._engine_health_changed)
+        self._switch = PolicySwitch(self._engine, self._loader, self._settings)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._health: asyncio.Queue[bool] = asyncio.Queue()
+        self._report_health: HealthReport = _unreported
         self._channels: list[grpc.aio.Channel] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._worker: Worker | None = None
+
+    def report_health_to(self, report: HealthReport) -> None:
+        """See `npr_common.rpc.server.ReportsHealth`."""
+        self._report_health = report
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer and connects to the peers."""
@@ -62,19 +70,21 @@ class RolloutService:
         buffer: buffer_pb2_grpc.BufferServiceAsyncStub = buffer_pb2_grpc.BufferServiceStub(buffer_channel)
         reward: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(reward_channel)
         self._outbox = Outbox(buffer, reward, self._settings.peer_wait_seconds)
-        self._worker = Worker(self._engine, buffer, self._outbox, self.serve_policy, self._settings)
+        self._worker = Worker(self._engine, buffer, self._outbox, self._switch, self._settings)
         jobs = Jobs(buffer, self._settings.peer_wait_seconds)
-        servicer = RolloutServicer(self._engine, jobs, self._worker.worker_id, self._settings.max_waiting)
+        servicer = RolloutServicer(self._engine, self._switch, jobs, self._worker.worker_id, self._settings.max_waiting)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
         """Loads the policy line that is to be served from the start, and begins to take work."""
+        self._loop = asyncio.get_running_loop()
         self._engine.start()
         observe_engine(self._engine)
         if self._settings.policy_line:
-            await self.serve_policy(await self._loader.latest(self._settings.policy_line))
+            await self._switch.serve(await self._loader.latest(self._settings.policy_line))
         assert self._worker is not None
         self._tasks.append(asyncio.create_task(self._outbox.run(), name="outbox"))
+        self._tasks.append(asyncio.create_task(self._tell_health(), name="health"))
         if self._settings.worker:
             self._tasks.append(asyncio.create_task(self._worker.run(), name="worker"))
         for task in self._tasks:
@@ -96,30 +106,18 @@ class RolloutService:
         for channel in self._channels:
             await channel.close()
 
-    async def serve_policy(self, ref: policy_pb2.PolicyRef) -> None:
-        """Loads a policy and serves it as soon as nothing is on its way. Raises what the loader raises."""
-        policy = await self._loader.load(ref)
-        await self._engine.replace(partial(self._serving, policy))
-        log.info("serving %s version %d (%s)", ref.line, ref.version, ref.digest[:12])
+    def _engine_health_changed(self, healthy: bool) -> None:
+        """Called in the engine's thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._health.put_nowait, healthy)
 
-    def _serving(self, policy: LoadedPolicy) -> Serving:
-        config = self._engine_config(policy)
-        engine = Engine(policy.model, policy.tokenizer, policy.dialect, config, policy_version=int(policy.ref.version))
-        return Serving(policy, engine)
+    async def _tell_health(self) -> None:
+        while True:
+            await self._report_health(await self._health.get())
 
-    def _engine_config(self, policy: LoadedPolicy) -> EngineConfig:
-        settings = self._settings
-        page_bytes = kv_shape(policy.model).bytes_per_token * settings.page_size
-        return EngineConfig(
-            page_size=settings.page_size,
-            pages=max(2, settings.kv_memory_mib * _MIB // page_bytes),
-            max_running=settings.max_running,
-            prefill_tokens=settings.prefill_tokens,
-            attention=settings.attention,
-            max_branches=settings.max_branches,
-            max_blocks=settings.max_blocks,
-            audit_every_step=settings.audit_every_step,
-        )
+
+async def _unreported(healthy: bool) -> None:
+    """Until a server runs the service, nobody asks for its health."""
 
 
 def _end_process_on_fault(task: asyncio.Task[None]) -> None:

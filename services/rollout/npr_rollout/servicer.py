@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr_common.errors import ResourceExhaustedError
+from npr.types.v1 import policy_pb2
+from npr_common.errors import InvalidArgumentError, ResourceExhaustedError
 from npr_common.prompts import encode_prompt
 from npr_common.schema.detokenizer import Detokenizer
 from npr_common.telemetry import current_traceparent
@@ -16,7 +17,9 @@ from npr_rollout.engine.request import FinishedEvent, Request, TokensEvent
 from npr_rollout.engine_thread import EngineThread
 from npr_rollout.jobs import Jobs
 from npr_rollout.messages import Decoding, Origin, deadline_after, trajectory_message
-from npr_rollout.policy_loader import LoadedPolicy
+from npr_rollout.policy_loader import LoadedPolicy, PolicyStamp
+from npr_rollout.policy_switch import PolicySwitch
+from npr_rollout.swap import InFlight
 from npr_rollout.traces import record_trajectory
 
 if TYPE_CHECKING:
@@ -32,8 +35,11 @@ _DEFAULT_PAGE = 100
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """Stateless between calls."""
 
-    def __init__(self, engine: EngineThread, jobs: Jobs, worker_id: str, max_waiting: int) -> None:
+    def __init__(
+        self, engine: EngineThread, switch: PolicySwitch, jobs: Jobs, worker_id: str, max_waiting: int
+    ) -> None:
         self._engine = engine
+        self._switch = switch
         self._jobs = jobs
         self._worker_id = worker_id
         self._max_waiting = max_waiting
@@ -47,10 +53,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
         decoding = Decoding.parse(request.decoding, default_refusal=ForkRefusal.SERIALIZE)
         deadline = deadline_after(context.time_remaining())
-        served: list[LoadedPolicy] = []
+        served: list[PolicyStamp] = []
 
         def make(policy: LoadedPolicy) -> Request:
-            served.append(policy)
+            served.append(policy.stamp)
             ids = encode_prompt(policy.tokenizer, request.prompt)
             name = f"generate/{request.request_id}/{id(context)}"
             return decoding.request(name, ids, priority=_INTERACTIVE_PRIORITY, deadline=deadline, stream=True)
@@ -88,9 +94,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GetEngineStatusRequest, context: Context
     ) -> rollout_pb2.GetEngineStatusResponse:
         status, problems = await self._engine.status(audit=request.audit)
-        policy = self._engine.policy
         return rollout_pb2.GetEngineStatusResponse(
-            policy=policy.ref if policy is not None else None,
+            policy=self._engine.policy,
             running=status.running,
             waiting=status.waiting,
             pages_total=status.pages_total,
@@ -112,9 +117,30 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             kv_tokens_attended=status.kv_tokens_attended,
         )
 
+    async def ServePolicy(
+        self, request: rollout_pb2.ServePolicyRequest, context: Context
+    ) -> rollout_pb2.ServePolicyResponse:
+        _check_policy(request.policy)
+        swapped = await self._switch.serve(request.policy, _in_flight(request.in_flight))
+        return rollout_pb2.ServePolicyResponse(previous=swapped.previous, aborted=swapped.aborted)
+
+
+def _check_policy(ref: policy_pb2.PolicyRef) -> None:
+    if not ref.digest or not ref.manifest_url:
+        message = "Name the policy with its digest and manifest_url, as it was published."
+        raise InvalidArgumentError(message, field_violations={"policy": message})
+
+
+def _in_flight(value: int) -> InFlight:
+    try:
+        return InFlight(value or InFlight.DRAIN.value)
+    except ValueError as error:
+        message = f"in_flight is {value}; it is one of {', '.join(mode.name for mode in InFlight)}."
+        raise InvalidArgumentError(message, field_violations={"in_flight": message}) from error
+
 
 def _chunk(
-    event: TokensEvent, policy: LoadedPolicy, texts: dict[tuple[int, int], Detokenizer]
+    event: TokensEvent, policy: PolicyStamp, texts: dict[tuple[int, int], Detokenizer]
 ) -> rollout_pb2.TokenChunk:
     text = texts.setdefault((event.block, event.branch), Detokenizer(policy.tokenizer))
     return rollout_pb2.TokenChunk(
@@ -122,15 +148,15 @@ def _chunk(
         branch_index=event.branch,
         token_ids=event.token_ids,
         log_probs=event.log_probs,
+        raw_log_probs=event.raw_log_probs,
         forced=event.forced,
         position=event.position,
         policy_version=policy.ref.version,
         text="".join(text.feed(token) for token in event.token_ids),
-        raw_log_probs=event.raw_log_probs,
     )
 
 
-def _trajectory(event: FinishedEvent, request: rollout_pb2.GenerateRequest, policy: LoadedPolicy) -> Any:
+def _trajectory(event: FinishedEvent, request: rollout_pb2.GenerateRequest, policy: PolicyStamp) -> Any:
     origin = Origin(request.request_id or "generate", 0, request.prompt)
     traceparent = record_trajectory(event.result, origin.trajectory_id, origin.group_id, current_traceparent())
     return trajectory_message(event.result, origin, policy.ref, policy.tokenizer, traceparent)

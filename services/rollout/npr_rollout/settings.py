@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from npr_rollout.engine.config import AttentionKind
+from npr_rollout.engine.config import AttentionKind, KvDtype
 
 
 class RolloutSettings(BaseSettings):
@@ -15,7 +15,8 @@ class RolloutSettings(BaseSettings):
 
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`...")
     dtype: str = Field(
-        default="auto", description="`float32`, `bfloat16`...; auto: float32 on a CPU, the model's own on a GPU"
+        default="auto",
+        description="type of the weights: `float32`, `bfloat16`...; auto: as published; a CPU computes in float32",
     )
     torch_threads: int | None = Field(default=None, ge=1, description="CPU threads of one operation; unset: torch's")
     kv_memory_mib: int = Field(default=1024, ge=1, description="memory for keys and values")
@@ -25,6 +26,9 @@ class RolloutSettings(BaseSettings):
         default=2048, ge=1, description="tokens of prompts and recomputed trajectories fed in a step, beside decoding"
     )
     attention: AttentionKind = Field(default=AttentionKind.AUTO, description="attention backend")
+    kv_dtype: KvDtype = Field(
+        default=KvDtype.AUTO, description="type of keys and values; auto: float32 on a CPU, the model's own on a GPU"
+    )
     max_waiting: int = Field(default=1024, ge=1, description="Generate calls that may wait for the engine")
     max_branches: int = Field(default=16, ge=1, description="branches of a block, where a request sets no limit")
     max_blocks: int = Field(default=16, ge=1, description="blocks of a trajectory, where a request sets no limit")

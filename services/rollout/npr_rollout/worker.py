@@ -1,7 +1,9 @@
 """The worker: lease groups, roll them out, have them scored and appended.
 
 Invariants:
-- A group is decoded with exactly the policy it names. The policy is changed only while the worker holds no group.
+- A group is decoded with exactly the policy it names. The worker changes the policy only while it holds no group.
+- Somebody else may change it at any time: samples that are decoded meanwhile are delivered as the old policy's, and
+  groups of which a sample was ended by it, or would be decoded by the new one, are given back.
 - Leases are renewed while their groups are worked on. A lease that was lost ends its group's decoding at once.
 - What is lost with a crash is decoding time: leases end, and the groups are rolled out again by someone.
 - Draining stops leasing, aborts what is being decoded, delivers what is finished, and gives the rest back.
@@ -13,27 +15,20 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
-from npr.types.v1 import policy_pb2
-from npr_common.errors import (
-    DataLossError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    NprError,
-    rpc_errors,
-)
+from npr_common.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, NprError, rpc_errors
 from npr_common.prompts import encode_prompt
 from npr_common.rpc import call_durably
-from npr_rollout.engine.outcomes import ForkRefusal
+from npr_rollout.engine.outcomes import ForkRefusal, Outcome
 from npr_rollout.engine.request import Request, Result
 from npr_rollout.engine.results import refused
 from npr_rollout.engine_thread import EngineThread
 from npr_rollout.messages import Decoding, Origin, trajectory_message
 from npr_rollout.outbox import Outbox
-from npr_rollout.policy_loader import LoadedPolicy
+from npr_rollout.policy_loader import LoadedPolicy, PolicyStamp
+from npr_rollout.policy_switch import PolicySwitch
 from npr_rollout.settings import RolloutSettings
 from npr_rollout.traces import record_trajectory
 
@@ -42,7 +37,6 @@ log = logging.getLogger(__name__)
 _RETRY_SECONDS = 2.0
 _RENEWALS_PER_LEASE = 3
 
-ServePolicy = Callable[[policy_pb2.PolicyRef], Awaitable[None]]
 Key = tuple[str, str]
 
 
@@ -54,18 +48,19 @@ class Worker:
         engine: EngineThread,
         buffer: buffer_pb2_grpc.BufferServiceAsyncStub,
         outbox: Outbox,
-        serve_policy: ServePolicy,
+        switch: PolicySwitch,
         settings: RolloutSettings,
     ) -> None:
         self.worker_id = f"rollout-{uuid.uuid4().hex[:12]}"
         self._engine = engine
         self._buffer = buffer
         self._outbox = outbox
-        self._serve_policy = serve_policy
+        self._switch = switch
         self._settings = settings
         self._held: dict[Key, asyncio.Task[None]] = {}
         self._undecoded: set[tuple[Key, int]] = set()  # samples of held groups that the engine has not finished
         self._trouble = False  # whether work was given back since the last lease call
+        self._leasing: asyncio.Task[Sequence[buffer_pb2.LeasedGroup]] | None = None  # the lease call that waits
         self._progress = asyncio.Event()
         self._free = asyncio.Event()  # set while no group is held
         self._free.set()
@@ -94,6 +89,7 @@ class Worker:
             if len(self._undecoded) >= self._settings.max_running:
                 await self._progress.wait()
                 continue
+            await self._switch.settled()  # whatever is leased now would be for the policy that is leaving
             try:
                 await self._lease_once()
             except NprError as error:
@@ -107,30 +103,28 @@ class Worker:
         """One lease call. While groups are held it asks for their policy only, so it ends with the last of them."""
         busy = bool(self._held)
         call = asyncio.create_task(self._lease(only_preferred=busy and self._engine.policy is not None))
+        self._leasing = call
         try:
-            if busy:
-                await self._until_done_or_free(call)
-            if call.done() or not busy:
-                groups = await call
-                if groups:
-                    await self._take(groups)
+            await self._until_done(call, or_free=busy)
+            if call.done() and not call.cancelled() and (groups := call.result()):
+                await self._take(groups)
         finally:
+            self._leasing = None
             call.cancel()  # a call that is dropped takes no groups: the buffer gives them back
 
-    async def _until_done_or_free(self, call: asyncio.Task[Sequence[buffer_pb2.LeasedGroup]]) -> None:
+    async def _until_done(self, call: asyncio.Task[Sequence[buffer_pb2.LeasedGroup]], *, or_free: bool) -> None:
         free = asyncio.create_task(self._free.wait())
-        await asyncio.wait({call, free}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({call, free} if or_free else {call}, return_when=asyncio.FIRST_COMPLETED)
         free.cancel()
 
     async def _lease(self, *, only_preferred: bool) -> Sequence[buffer_pb2.LeasedGroup]:
-        policy = self._engine.policy
         request = buffer_pb2.LeaseGroupsRequest(
             request_id=uuid.uuid4().hex,
             worker_id=self.worker_id,
             max_groups=self._settings.lease_groups,
             lease_seconds=self._settings.lease_seconds,
             wait_seconds=self._settings.lease_wait_seconds,
-            prefer_policy=policy.ref if policy is not None else None,
+            prefer_policy=self._engine.policy,
             only_preferred=only_preferred,
         )
         response = await call_durably(
@@ -144,7 +138,7 @@ class Worker:
         """Serve the policy that the groups need, then start on them."""
         try:
             await self._serve_policy_of(leased[0].group)
-        except (NotFoundError, DataLossError, FailedPreconditionError):
+        except NprError:
             await self._return([(item.group.run_id, item.group.group_id) for item in leased])
             raise
         for item in leased:
@@ -175,11 +169,16 @@ class Worker:
                     f"group {group.group_id} names no policy and none is served: "
                     "name one, or set NPR_ROLLOUT_POLICY_LINE"
                 )
-        elif served is None or served.ref.digest != group.policy.digest:
-            await self._serve_policy(group.policy)
+        elif served is None or served.digest != group.policy.digest:
+            if self._held and served is not None:
+                raise FailedPreconditionError("The policy was changed while work was being leased; it is leased again.")
+            await self._switch.serve(group.policy)
 
     async def _work(self, key: Key, leased: buffer_pb2.LeasedGroup) -> None:
-        """Roll a group out. An error gives the group back: another worker, or this one, tries again."""
+        """Roll a group out. An error gives the group back: another worker, or this one, tries again.
+
+        This one does so in a later call: one that waits now may be dropped with the group on its way to it.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in leased.missing_sample_indices:
@@ -187,13 +186,12 @@ class Worker:
         except* NprError as errors:
             log.warning("group %s is given back: %s", key[1], errors.exceptions[0])
             self._trouble = True
+            if self._leasing is not None:
+                self._leasing.cancel()
             await self._return([key])
 
     async def _roll_out(self, key: Key, group: buffer_pb2.Group, index: int) -> None:
-        policy = self._engine.policy
-        if policy is None:
-            raise FailedPreconditionError("The engine failed and serves no policy; the group is leased again.")
-        result = await self._decode(group, index, policy)
+        result, policy = await self._decode(group, index)
         self._undecoded.discard((key, index))
         self._progress.set()
         origin = Origin.of(group, index)
@@ -201,21 +199,34 @@ class Worker:
         message = trajectory_message(result, origin, policy.ref, policy.tokenizer, traceparent)
         await self._outbox.deliver(group, message)
 
-    async def _decode(self, group: buffer_pb2.Group, index: int, policy: LoadedPolicy) -> Result:
-        """Decode one sample; one that can't be right ends as REFUSED, so that its group still completes."""
+    async def _decode(self, group: buffer_pb2.Group, index: int) -> tuple[Result, PolicyStamp]:
+        """Decode one sample, and say by which policy; one that can't be right ends as REFUSED: its group completes.
+
+        Raises:
+            AbortedError: a swap of policies has ended it, or another policy than the group's would decode it.
+            FailedPreconditionError: the engine is down.
+            InternalError: the engine failed.
+        """
         ids: list[int] = []
+        decoded_by: list[PolicyStamp] = []
         request_id = f"{group.run_id}/{group.group_id}/{index}"
 
         def make(loaded: LoadedPolicy) -> Request:
+            if group.HasField("policy") and loaded.ref.digest != group.policy.digest:
+                raise AbortedError("Another policy is served by now.")
+            decoded_by.append(loaded.stamp)
             decoding = Decoding.parse(group.decoding, default_refusal=ForkRefusal.REJECT, seed_offset=index)
             ids.extend(encode_prompt(loaded.tokenizer, group.prompt))
             job = f"{group.run_id}/{group.channel}"
             return decoding.request(request_id, ids, job=job, priority=group.priority)
 
         try:
-            return await self._engine.decode(make)
+            result = await self._engine.decode(make)
         except InvalidArgumentError as error:
-            return refused(Request(request_id, tuple(ids)), policy.ref.version, error.message)
+            result = refused(Request(request_id, tuple(ids)), decoded_by[0].ref.version, error.message)
+        if result.outcome is Outcome.ABORTED:
+            raise AbortedError(result.message)
+        return result, decoded_by[0]
 
     async def _renew_forever(self) -> None:
         while True:

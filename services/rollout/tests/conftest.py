@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from npr.types.v1 import policy_pb2
+from npr_common.canary import Canary, canary_prompt
 from npr_common.config import Addresses
 from npr_common.policy_store import PolicyMetadata, PolicyStore
 from npr_common.testing.processes import ServiceProcess, service_process
@@ -55,14 +56,27 @@ def peers() -> Iterator[Peers]:
             yield Peers(buffer, reward, addresses, store, folder)
 
 
-def publish(store: PolicyStore, line: str, version: int, *, seed: int = 0) -> policy_pb2.PolicyRef:
-    """A tiny random policy with tag tokens."""
+def publish(
+    store: PolicyStore, line: str, version: int, *, seed: int = 0, canary_of: int | None = None, canary: bool = True
+) -> policy_pb2.PolicyRef:
+    """A tiny random policy with tag tokens; with the canary of its own seed, of another one, or with none."""
     tokenizer = tagged_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     model = tiny_model("qwen3", tokenizer, seed, hidden=32, layers=2)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    metadata = PolicyMetadata(dialect="npr", has_tag_tokens=True, stage="test", step=version)
+    says = tiny_model("qwen3", tokenizer, seed if canary_of is None else canary_of, hidden=32, layers=2)
+    metadata = PolicyMetadata(
+        dialect="npr", has_tag_tokens=True, stage="test", step=version, canary=make_canary(says) if canary else None
+    )
     return store.publish(line, version, _files(model, tokenizer), metadata)
+
+
+def make_canary(model: Any) -> Canary:
+    """What the library's own forward pass says."""
+    token_ids = canary_prompt(model)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([token_ids])).logits[0, -1]
+    return Canary.of(token_ids, logits.log_softmax(dim=-1).numpy())
 
 
 def _files(*parts: Any) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def decode(
     scripts = {str(i): Script.of(tree.token_ids, tree.prompt_length, maker.tags) for i, tree in enumerate(trees)}
     sampler = ScriptedSampler(scripts, keep_logits=True)
     engine = Engine(
-        model,
+        copy.deepcopy(model),  # an engine takes a model apart
         tagged_tokenizer(),
         load_dialect("npr"),
         EngineConfig(**{"page_size": 4, "pages": 2000, "audit_every_step": True, **config}),

@@ -23,7 +23,8 @@ app = typer.Typer(
 GROUPS: Mapping[str, tuple[Callable[..., None], ...]] = {
     "Local stack": (stack.up, stack.down, stack.status, doctor.doctor),
     "Runs": (runs.run, runs.runs, runs.stop, runs.audit),
-    "Jobs": (jobs.submit, jobs.watch, jobs.jobs, jobs.cancel, generate.generate, policies.publish, policies.export),
+    "Jobs": (jobs.submit, jobs.watch, jobs.jobs, jobs.cancel, generate.generate),
+    "Policies": (policies.publish, policies.export, policies.serve_policy),
     "Reading and judging": (show.show, show.trajectories, verify.verify),
 }
 

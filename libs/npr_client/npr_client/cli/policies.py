@@ -1,4 +1,4 @@
-"""Policies as commands name them: `--policy LINE[@VERSION]`, `--model MODEL`, and `npr publish`."""
+"""Policies as commands name them: `--policy LINE[@VERSION]`, `--model MODEL`; and the commands about them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npr.types.v1 import policy_pb2
 from npr_client.cli.options import DialectOption, JsonOption, StateDirOption, absolute_dialect, with_client
 from npr_client.cli.output import Output
 from npr_client.sdk import NprClient
-from npr_client.sdk.policies import published_policy
+from npr_client.sdk.policies import InFlight, published_policy
 from npr_client.stack.layout import StateDir
 from npr_common.config import Addresses
 from npr_common.errors import FailedPreconditionError, InvalidArgumentError
@@ -54,6 +54,25 @@ def export(
     with TemporaryDirectory(dir=folder.parent) as staging:
         _policy_store(stack, Path(staging)).materialize(found).rename(folder)
     Output(as_json).result({"policy": f"{found.line}@{found.version}", "folder": str(folder)}, Text(str(folder)))
+
+
+def serve_policy(
+    policy: Annotated[str, typer.Argument(metavar="LINE[@VERSION]", help="A published policy, such as a run's.")],
+    in_flight: Annotated[
+        InFlight,
+        typer.Option(help="What is being decoded: finish it first, end it, or finish it beside the new policy."),
+    ] = InFlight.DRAIN,
+    state_dir: StateDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Changes the policy that the engine serves; returns once it does."""
+    found = find_policy(policy, StateDir.at(state_dir))
+    swapped = with_client(state_dir, lambda client: client.serve_policy(found, in_flight))
+    before = swapped.previous
+    told = f"serving {found.line}@{found.version}"
+    told += f", before it {before.line}@{before.version}" if swapped.HasField("previous") else ""
+    told += f"; {swapped.aborted} requests aborted" if swapped.aborted else ""
+    Output(as_json).result({"policy": found, "previous": before, "aborted": swapped.aborted}, Text(told))
 
 
 def find_policy(name: str, state_dir: StateDir) -> policy_pb2.PolicyRef:

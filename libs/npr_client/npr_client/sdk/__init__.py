@@ -14,6 +14,7 @@ from npr_client.sdk.addresses import ServiceAddresses
 from npr_client.sdk.blocking import BlockingClient
 from npr_client.sdk.client import NprClient
 from npr_client.sdk.decoding import BranchShare, BudgetOptions, DecodingOptions, Exhaustion
+from npr_client.sdk.policies import InFlight
 from npr_client.sdk.prompts import prompts_from_jsonl, text_prompt
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "BudgetOptions",
     "DecodingOptions",
     "Exhaustion",
+    "InFlight",
     "NprClient",
     "ServiceAddresses",
     "prompts_from_jsonl",

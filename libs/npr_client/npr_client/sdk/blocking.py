@@ -14,10 +14,11 @@ from npr.buffer.v1 import buffer_pb2
 from npr.controller.v1 import controller_pb2
 from npr.reward.v1 import reward_pb2
 from npr.rollout.v1 import rollout_pb2
-from npr.types.v1 import prompt_pb2, trajectory_pb2
+from npr.types.v1 import policy_pb2, prompt_pb2, trajectory_pb2
 from npr_client.sdk.addresses import ServiceAddresses
 from npr_client.sdk.client import NprClient
 from npr_client.sdk.decoding import DecodingOptions
+from npr_client.sdk.policies import InFlight
 
 T = TypeVar("T")
 
@@ -34,6 +35,12 @@ class BlockingClient:
     ) -> Iterator[rollout_pb2.GenerateResponse]:
         """See `NprClient.generate`."""
         return self._iterate(self._client.generate(prompt, decoding or DecodingOptions()))
+
+    def serve_policy(
+        self, policy: policy_pb2.PolicyRef, in_flight: InFlight = InFlight.DRAIN
+    ) -> rollout_pb2.ServePolicyResponse:
+        """See `NprClient.serve_policy`."""
+        return self._run(self._client.serve_policy(policy, in_flight))
 
     def submit(
         self,

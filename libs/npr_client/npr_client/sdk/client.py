@@ -7,12 +7,12 @@ from types import TracebackType
 from typing import Self
 
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr.types.v1 import prompt_pb2
+from npr.types.v1 import policy_pb2, prompt_pb2
 from npr_client.sdk.addresses import ServiceAddresses
 from npr_client.sdk.channels import DEFAULT_PATIENCE_SECONDS, Channels
 from npr_client.sdk.decoding import DecodingOptions
 from npr_client.sdk.jobs import Jobs, new_id
-from npr_client.sdk.policies import Policies
+from npr_client.sdk.policies import InFlight, Policies
 from npr_client.sdk.runs import Runs
 from npr_client.sdk.trajectories import Trajectories
 from npr_client.sdk.verification import Verification
@@ -21,7 +21,7 @@ from npr_common.errors import rpc_errors
 
 
 class NprClient:
-    """All services by one object: `jobs`, `runs`, `policies`, `trajectories`, `verification`, and `generate`.
+    """All services by one object: `jobs`, `runs`, `policies`, `trajectories`, `verification`, and the engine's calls.
 
     Channels open when they are first used, so that a client needs only the services that it asks.
     """
@@ -69,6 +69,24 @@ class NprClient:
         )
         request = rollout_pb2.GetEngineStatusRequest(audit=audit)
         return await self._channels.call("rollout", lambda: stub.GetEngineStatus(request))
+
+    async def serve_policy(
+        self, policy: policy_pb2.PolicyRef, in_flight: InFlight = InFlight.DRAIN
+    ) -> rollout_pb2.ServePolicyResponse:
+        """Serves another policy from now on; returns once it does. Leaving the call leaves what is served as it is.
+
+        Raises:
+            NotFoundError: the policy is not in the store.
+            DataLossError: its files or its canary forward are not what was published; the one before it is served.
+            FailedPreconditionError: the engine can't serve it, or another swap is under way.
+        """
+        stub: rollout_pb2_grpc.RolloutServiceAsyncStub = rollout_pb2_grpc.RolloutServiceStub(
+            self._channels.to("rollout")
+        )
+        request = rollout_pb2.ServePolicyRequest(
+            request_id=new_id("serve-policy"), policy=policy, in_flight=in_flight.to_proto()
+        )
+        return await self._channels.call("rollout", lambda: stub.ServePolicy(request))
 
     async def close(self) -> None:
         """Closes the channels; calls in flight are cancelled."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from enum import StrEnum
 from pathlib import Path
 
 from npr.learner.v1 import learner_pb2, learner_pb2_grpc
+from npr.rollout.v1 import rollout_pb2
 from npr.types.v1 import policy_pb2, sampling_pb2
 from npr_client.sdk.channels import Channels
 from npr_common.errors import InvalidArgumentError, NotFoundError
@@ -16,6 +18,18 @@ SERVICE = "learner"
 # The learner asks every stage for a rate; this one takes no step.
 NEVER_USED = '{"learning_rate": 1e-6}'
 STAGE = "model"
+
+
+class InFlight(StrEnum):
+    """What becomes of what is being decoded when another policy is served."""
+
+    DRAIN = "drain"
+    ABORT = "abort"
+    FINISH_ON_OLD = "finish-on-old"
+
+    def to_proto(self) -> rollout_pb2.InFlight.ValueType:
+        """The same in the contract."""
+        return rollout_pb2.InFlight.Value(f"IN_FLIGHT_{self.name}")
 
 
 class Policies:

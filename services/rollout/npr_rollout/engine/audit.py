@@ -37,10 +37,10 @@ def _counts(pages: Iterable[int], size: int) -> IntArray:
 
 def _slots(tables: PageTables) -> Iterator[str]:
     for row in sorted(tables.live_rows):
-        slots = tables.slots[row, : tables.length[row]]
-        if len(np.unique(slots)) != len(slots):
+        slots = tables.slots[row, : tables.length[row]].tolist()
+        if len(set(slots)) != len(slots):
             yield f"Row {row} holds a slot twice."
-        if np.unique(slots // tables.pool.page_size).tolist() != sorted(tables.pages_of(row)):
+        if {slot // tables.pool.page_size for slot in slots} != set(tables.pages_of(row)):
             yield f"Row {row} reads from pages other than those it holds."
 
 

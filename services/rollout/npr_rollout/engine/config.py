@@ -16,6 +16,14 @@ class AttentionKind(StrEnum):
     SDPA = "sdpa"
 
 
+class KvDtype(StrEnum):
+    """What keys and values are kept as."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class EngineConfig(BaseModel):
     """Sizes of the engine and defaults of a request's limits."""
 
@@ -30,4 +38,7 @@ class EngineConfig(BaseModel):
     max_branches: int = Field(default=16, ge=1, description="branches of a block, where the request sets no limit")
     max_blocks: int = Field(default=16, ge=1, description="blocks of a trajectory, where the request sets no limit")
     attention: AttentionKind = Field(default=AttentionKind.AUTO, description="attention backend")
+    kv_dtype: KvDtype = Field(
+        default=KvDtype.AUTO, description="type of keys and values; auto: float32 on a CPU, the model's own on a GPU"
+    )
     audit_every_step: bool = Field(default=False, description="compare allocator and tables after every step")

@@ -42,7 +42,7 @@ from npr_rollout.engine.results import make_result, refused
 from npr_rollout.engine.sampling import RandomSampler, Sampler, Samples, draw_key
 from npr_rollout.engine.scheduler import Scheduler
 from npr_rollout.engine.stopwatch import Stopwatch
-from npr_rollout.engine.trajectory import Span, Trajectory
+from npr_rollout.engine.trajectory import Drawn, Span, Trajectory
 from npr_rollout.engine.trunk_grammar import TagVerdict, TrunkGrammar
 from npr_rollout.engine.validation import ForkValidator
 
@@ -130,7 +130,7 @@ class Engine:
         self.policy_version = policy_version
         self.context = int(model.config.max_position_embeddings)
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self._pool = KvPool(kv_shape(model), self.config.pages, self.config.page_size)
+        self._pool = KvPool(kv_shape(model, self.config.kv_dtype), self.config.pages, self.config.page_size)
         self._tables = PageTables(self._pool)
         self._prompts = SharedPrompts(self._tables)
         self._feeder = Feeder(self._tables, self._prompts)
@@ -208,12 +208,12 @@ class Engine:
         events, self._events = self._events, []
         return events
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with all its branches, at any moment; whether it was on its way."""
+    def abort(self, request_id: str, message: str = "The client left.") -> bool:
+        """End a request with all its branches, at any moment; whether it was on its way. `message` says why."""
         trajectory = self._live.get(request_id)
         if trajectory is None:
             return False
-        self._finish(trajectory, Outcome.ABORTED, "The client left.")
+        self._finish(trajectory, Outcome.ABORTED, message)
         self._scheduler.remove_finished()
         return True
 
@@ -279,44 +279,43 @@ class Engine:
     def _take(self, spans: list[Span], samples: Samples) -> None:
         """Take one sampled token into each span's record."""
         special = self._special
-        raw = samples.raw_log_probs or [0.0] * len(spans)
-        for span, token, log_prob, raw_log_prob in zip(spans, samples.tokens, samples.log_probs, raw, strict=True):
+        for span, drawn in zip(spans, samples.rows(), strict=True):
             trajectory = span.owner
             if trajectory.finished:
                 continue
-            if token not in special:
-                span.add(token, log_prob, raw_log_prob)
+            if drawn.token not in special:
+                span.add(drawn)
                 trajectory.ledger.spend()
                 if span.seen is not None:
-                    span.seen[token] = True
+                    span.seen[drawn.token] = True
                 if not span.is_branch:
                     self._check_trunk_limits(trajectory)
             elif span.is_branch:
-                self._special_in_branch(span, token, log_prob, raw_log_prob)
+                self._special_in_branch(span, drawn)
             else:
-                self._special_in_trunk(span, token, log_prob, raw_log_prob)
+                self._special_in_trunk(span, drawn)
         self._go_on_with_blocks(span.owner for span in spans if span.is_branch)
 
-    def _special_in_branch(self, span: Span, token: int, log_prob: float, raw_log_prob: float) -> None:
+    def _special_in_branch(self, span: Span, drawn: Drawn) -> None:
         """A branch ends at its `</step>` or EOS; any other tag ends the trajectory when all have taken their tokens."""
-        if token == self._cues.step_end:
-            span.add(token, log_prob, raw_log_prob)
+        if drawn.token == self._cues.step_end:
+            span.add(drawn)
             end_branch(span, BranchStop.CLOSED, self._cues)
-        elif token in self._eos:
+        elif drawn.token in self._eos:
             end_branch(span, BranchStop.EOS, self._cues)
         else:
-            span.add(token, log_prob, raw_log_prob)
+            span.add(drawn)
             span.owner.ledger.spend()
             end_branch(span, BranchStop.TAG, self._cues)
 
-    def _special_in_trunk(self, span: Span, token: int, log_prob: float, raw_log_prob: float) -> None:
+    def _special_in_trunk(self, span: Span, drawn: Drawn) -> None:
         trajectory = span.owner
-        span.add(token, log_prob, raw_log_prob)
+        span.add(drawn)
         trajectory.ledger.spend()
-        if token in self._eos:
+        if drawn.token in self._eos:
             self._end_of_text(trajectory)
         elif trajectory.grammar is not None and self._tags is not None:
-            verdict = trajectory.grammar.take(self._tags.tag_of[token], len(span.tokens) - 1)
+            verdict = trajectory.grammar.take(self._tags.tag_of[drawn.token], len(span.tokens) - 1)
             self._trunk_tag(trajectory, verdict)
         if not trajectory.finished and trajectory.open_block is None:
             self._check_trunk_limits(trajectory)

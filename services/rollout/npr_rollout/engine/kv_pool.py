@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -91,8 +92,11 @@ class KvPool:
                 self._free.append(page)
 
     def _layer(self) -> torch.Tensor:
+        """Zeros, not garbage: a kernel that reads padding and masks it must not meet a NaN."""
         shape = self.shape
-        # Zeros, not garbage: a kernel that reads padding and masks it must not meet a NaN.
-        return torch.zeros(
-            self.pages * self.page_size, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=shape.device
-        )
+        sizes = (self.pages * self.page_size, shape.kv_heads, shape.head_dim)
+        if shape.device.type != "cpu":
+            return torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
+        # The operating system gives zeros that take no memory until they are written to.
+        bytes_ = np.zeros((*sizes[:-1], sizes[-1] * shape.dtype.itemsize), np.uint8)
+        return torch.from_numpy(bytes_).view(shape.dtype)

@@ -16,22 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npr_rollout.engine.attention.interface import PAGED_ATTENTION, check_supported, make_backend, pool_dtype
+from npr_rollout.engine.attention.interface import check_supported, make_backend, pool_dtype
 from npr_rollout.engine.attention.plan import AttentionPlan, attention_order, make_plan
-from npr_rollout.engine.config import AttentionKind
+from npr_rollout.engine.config import AttentionKind, KvDtype
+from npr_rollout.engine.decoder import make_decoder
 from npr_rollout.engine.feeding import Chunk
 from npr_rollout.engine.kv_pool import KvPool, KvShape
-from npr_rollout.engine.packed_linear import pack_linears
 from npr_rollout.engine.page_table import IntArray, PageTables
 from npr_rollout.engine.trajectory import Span
 
 
-def kv_shape(model: Any) -> KvShape:
+def kv_shape(model: Any, kv_dtype: KvDtype = KvDtype.AUTO) -> KvShape:
     """The KV cost of a model."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     weight = model.get_input_embeddings().weight
-    dtype = pool_dtype(weight.dtype, weight.device)
+    dtype = pool_dtype(kv_dtype, weight.dtype, weight.device)
     return KvShape(config.num_hidden_layers, config.num_key_value_heads, head_dim, dtype, weight.device)
 
 
@@ -59,9 +59,7 @@ class ModelRunner:
     def __init__(self, model: Any, pool: KvPool, tables: PageTables, attention: AttentionKind) -> None:
         check_supported(model.config)
         self._backend = make_backend(attention, pool)
-        model.set_attn_implementation(PAGED_ATTENTION)
-        pack_linears(model)
-        self._model = model.eval()
+        self._decoder = make_decoder(model, self._backend)
         self._tables = tables
         self._device = pool.shape.device
 
@@ -89,16 +87,10 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, planned: Pass) -> Tensor:
         """Run the model; float32 logits [N, V] for the spans of the pass."""
-        rows = planned.rows if len(planned.rows) else _ints([len(planned.ids) - 1])
-        output = self._model(
-            input_ids=self._tensor(planned.ids)[None],
-            position_ids=self._tensor(planned.positions)[None],
-            use_cache=False,
-            logits_to_keep=self._tensor(rows),
-            npr_attend=self._backend.prepare(planned.attention),
-        )
-        logits: Tensor = output.logits[0, : len(planned.rows)].float()
-        return logits
+        sampling = planned.rows if len(planned.rows) else _ints([len(planned.ids) - 1])
+        ids, positions, rows = map(self._tensor, (planned.ids, planned.positions, sampling))
+        logits = self._decoder.logits(ids, positions, rows, self._backend.prepare(planned.attention))
+        return logits[: len(planned.rows)].float()
 
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

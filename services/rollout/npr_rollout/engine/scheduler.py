@@ -60,9 +60,11 @@ class Scheduler:
         Returns:
             Those admitted, and those preempted.
         """
-        preempted = self._make_room()
-        admitted = [] if preempted else self._admit()
-        need = self._need()
+        preempted, need = self._make_room()
+        admitted: list[Trajectory] = []
+        if not preempted and self.waiting:
+            admitted = self._admit(need)
+            need = self._need() if admitted else need
         while self._pool.free_pages < need:
             self._prompts.evict()
         return admitted, preempted
@@ -78,9 +80,10 @@ class Scheduler:
             budget -= self._feeder.feed(trajectory, chunks, budget)
         return spans, chunks
 
-    def _make_room(self) -> list[Trajectory]:
-        preempted = []
-        while self._need() > self._pool.free_pages + self._prompts.idle_pages:
+    def _make_room(self) -> tuple[list[Trajectory], int]:
+        """Preempt until those who run fit; who had to go, and the pages that the others will allocate."""
+        preempted: list[Trajectory] = []
+        while (need := self._need()) > self._pool.free_pages + self._prompts.idle_pages:
             if len(self.running) == 1:
                 raise PageAccountingError("A trajectory alone does not fit into the pool: validation let it through.")
             victim = max(self.running, key=_rank)
@@ -89,12 +92,12 @@ class Scheduler:
             victim.preemptions += 1
             self.add(victim)
             preempted.append(victim)
-        return preempted
+        return preempted, need
 
-    def _admit(self) -> list[Trajectory]:
+    def _admit(self, need: int) -> list[Trajectory]:
+        """Admit who fits beside those who run and will allocate `need` pages."""
         admitted: list[Trajectory] = []
         jobs = Counter(trajectory.request.job for trajectory in self.running)
-        need = self._need()
         while len(self.running) < self._max_running and (trajectory := self.waiting.next(jobs)) is not None:
             pages, cached = self._feeder.pages_to_admit(trajectory)
             # A page for each that runs keeps newcomers from being preempted in their first steps.

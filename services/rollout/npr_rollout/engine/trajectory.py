@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,14 @@ OUTSIDE = -1
 """Block and branch index of trunk spans."""
 
 
+class Drawn(NamedTuple):
+    """A sampled token; its raw log-probability is 0 where nobody asks for it."""
+
+    token: int
+    log_prob: float
+    raw_log_prob: float
+
+
 @dataclass(slots=True, eq=False)
 class Span:
     """A run of tokens of the trunk, or one branch.
@@ -33,7 +42,7 @@ class Span:
     Attributes:
         start: RoPE position of the first token.
         prompt_length: how many of the tokens are the prompt's; not zero in the first span only.
-        log_probs: one a token after the prompt; likewise `forced`, and `raw_log_probs` if the request asks for them.
+        log_probs: one a token after the prompt; likewise `forced`, and `raw_log_probs` where they are asked for.
         row: its table; None until it is fed, and after it has been joined.
         seen: bool [V], tokens that the step's body holds; None without a penalty.
         streamed: tokens that have been told to the client.
@@ -46,6 +55,7 @@ class Span:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)
+    raw_log_probs: list[float] = field(default_factory=list)
     prompt_length: int = 0
     fed: int = 0
     row: int | None = None
@@ -55,7 +65,6 @@ class Span:
     stop: BranchStop = BranchStop.OPEN
     started_at: float = 0.0
     finished_at: float = 0.0
-    raw_log_probs: list[float] = field(default_factory=list)
 
     @property
     def is_branch(self) -> bool:
@@ -77,13 +86,13 @@ class Span:
         """Tokens whose keys and values are not in the pool."""
         return len(self.tokens) - self.fed
 
-    def add(self, token: int, log_prob: float, raw_log_prob: float = 0.0) -> None:
+    def add(self, drawn: Drawn) -> None:
         """Append a sampled token."""
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
+        self.tokens.append(drawn.token)
+        self.log_probs.append(drawn.log_prob)
         self.forced.append(False)
         if self.owner.request.sampling.raw_log_probs:
-            self.raw_log_probs.append(raw_log_prob)
+            self.raw_log_probs.append(drawn.raw_log_prob)
 
     def force(self, tokens: list[int]) -> None:
         """Append tokens that the engine puts there."""
@@ -105,7 +114,7 @@ class Block:
     """A forked block: branches in plan order.
 
     Attributes:
-        limit: which limit its branches' budget comes from.
+        limit: the limit that its branches' budget comes from.
     """
 
     index: int

@@ -33,6 +33,9 @@ class WaitingLine:
         heaps = (heap for jobs in self._lines.values() for heap in jobs.values())
         return sum(not entry.trajectory.finished for heap in heaps for entry in heap)
 
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
     def add(self, trajectory: Trajectory) -> None:
         """Put a trajectory in line."""
         jobs = self._lines.setdefault(trajectory.request.priority, {})

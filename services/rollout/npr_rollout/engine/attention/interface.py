@@ -20,7 +20,7 @@ from npr_rollout.engine.attention.cascade_cpu import CascadeAttention
 from npr_rollout.engine.attention.flash_infer import FlashInferAttention, flash_infer_installed
 from npr_rollout.engine.attention.plan import AttentionPlan
 from npr_rollout.engine.attention.sdpa import SdpaAttention
-from npr_rollout.engine.config import AttentionKind
+from npr_rollout.engine.config import AttentionKind, KvDtype
 from npr_rollout.engine.kv_pool import KvPool
 
 PAGED_ATTENTION = "npr_paged"
@@ -67,9 +67,12 @@ def make_backend(kind: AttentionKind, pool: KvPool) -> AttentionBackend:
     raise FailedPreconditionError(f"The attention backend {kind.value} does not run on {device}; choose auto or sdpa.")
 
 
-def pool_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What a pool holds for a model: its own type; on a CPU float32 for types that the kernel can't read."""
-    return torch.float32 if device.type == "cpu" and dtype not in (torch.float32, torch.bfloat16) else dtype
+def pool_dtype(kind: KvDtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What a pool holds, for a model of this type; AUTO is float32 on a CPU, whose arithmetic it is."""
+    if kind is not KvDtype.AUTO:
+        asked: torch.dtype = getattr(torch, kind.value)
+        return asked
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 def paged_attention(  # noqa: PLR0917 - transformers calls it so
