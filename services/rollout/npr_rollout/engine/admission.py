@@ -11,6 +11,7 @@ from npr_rollout.engine.ledger import ResolvedLimits
 from npr_rollout.engine.outcomes import LimitKind
 from npr_rollout.engine.request import BudgetPolicy, Limits, Request
 
+_LEAST_TEMPERATURE = 1e-3  # logits divided by less overflow
 _SPARE_PAGES = 2  # the partly filled pages behind the shared prompt and at the end
 
 
@@ -27,8 +28,9 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
         _invalid("prompt", f"The prompt has {len(prompt)} tokens, but the context holds {context}; shorten it.")
     if not all(0 <= token < vocab_size for token in prompt):
         _invalid("prompt", f"A prompt token is not in the vocabulary of {vocab_size}; use the policy's tokenizer.")
-    if not 0 <= sampling.temperature < float("inf"):
-        _invalid("sampling.temperature", f"Temperature is {sampling.temperature}; it can't be negative or infinite.")
+    if not (sampling.temperature == 0 or _LEAST_TEMPERATURE <= sampling.temperature < float("inf")):
+        message = f"Temperature is {sampling.temperature}; it is 0, which is greedy, or {_LEAST_TEMPERATURE} or more."
+        _invalid("sampling.temperature", message)
     if not 0 < sampling.top_p <= 1:
         _invalid("sampling.top_p", f"top_p is {sampling.top_p}; it lies in (0, 1].")
     if sampling.top_k < 0:

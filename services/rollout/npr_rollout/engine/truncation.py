@@ -2,7 +2,8 @@
 
 Invariants:
 - What is left of a row depends on that row alone. Rows of one batch are treated together only where they ask for the
-  same, and every operation on them works row by row.
+  same, and by operations that give a row the same bits beside any others: softmax and cumsum do, sum and logsumexp
+  don't.
 - What is cut off is cut at a value: tokens that are as likely as the last one kept are kept too.
 - The likeliest token is always kept.
 
@@ -59,15 +60,13 @@ def _lowest_kept(logits: Tensor, scales: Tensor, top_k: int, top_p: float, min_p
 
 def _nucleus(logits: Tensor, scales: Tensor, top_p: float) -> Tensor:
     """The last logit [N, 1] of each row's nucleus, found among the likeliest words where it ends there."""
-    log_mass = (logits / scales).logsumexp(dim=-1, keepdim=True)
-    head = logits.topk(min(_HEAD, logits.shape[-1]), dim=-1).values
-    probabilities = (head / scales - log_mass).exp()
-    lowest = _end_of_nucleus(head, probabilities, top_p)
-    larger = torch.nonzero(probabilities.sum(dim=-1) < top_p)[:, 0]
+    probabilities = (logits / scales).softmax(dim=-1)
+    head, where = probabilities.topk(min(_HEAD, logits.shape[-1]), dim=-1)
+    lowest = _end_of_nucleus(logits.gather(1, where), head, top_p)
+    larger = torch.nonzero(head.cumsum(dim=-1)[:, -1] < top_p)[:, 0]
     if len(larger) and head.shape[-1] < logits.shape[-1]:
-        ranked = logits[larger].sort(dim=-1, descending=True).values
-        whole = (ranked / scales[larger] - log_mass[larger]).exp()
-        lowest = lowest.index_copy(0, larger, _end_of_nucleus(ranked, whole, top_p))
+        ranked, where = probabilities[larger].sort(dim=-1, descending=True)
+        lowest = lowest.index_copy(0, larger, _end_of_nucleus(logits[larger].gather(1, where), ranked, top_p))
     return lowest
 
 
