@@ -113,10 +113,9 @@ class EndlessSampler(RandomSampler):
 
     def __init__(self, ends: Sequence[int]) -> None:
         super().__init__()
-        self._ends = list(ends)
+        self._ends = torch.tensor(ends)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, spans: Sequence[Span]) -> Samples:
         """Draw from what is left of float32 logits [N, V]."""
-        logits[:, self._ends] = -torch.inf
-        return super().sample(logits, spans)
+        return super().sample(logits.index_fill_(1, self._ends.to(logits.device), -torch.inf), spans)

@@ -149,7 +149,6 @@ class VllmPeer:
     """vLLM in a process and environment of its own (`_vllm_worker.py`), which takes the time itself."""
 
     def __init__(self, python: Path, subject: Subject, dtype: torch.dtype, batch: int, length: int) -> None:
-        self.name = f"vllm, {_short(dtype)}"
         threads = torch.get_num_threads()
         settings = {
             "model": str(subject.folder),
@@ -164,7 +163,10 @@ class VllmPeer:
             text=True,
             env=_clean_environment() | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
         )
-        self.version: str = self._answer()["version"]
+        ready = self._answer()
+        if ready["threads"] != threads:
+            raise VllmError(f"it took {ready['threads']} threads and not {threads}")
+        self.name = f"vllm {ready['version']}, {_short(dtype)}"
 
     def generate(self, prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
         """See `Peer`."""

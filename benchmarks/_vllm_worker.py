@@ -2,9 +2,9 @@
 
     python _vllm_worker.py '{"model": FOLDER, "dtype": "float32", "max_model_len": 256, "max_num_seqs": 32}'
 
-A line of JSON in, a line of JSON out: first `{"version"}` once the model is loaded, then for each
-`{"prompts": [[id]], "new_tokens"}` the `{"seconds", "tokens": [[id]]}` that it took. The end of input ends it. Threads
-are those of OMP_NUM_THREADS.
+A line of JSON in, a line of JSON out: first `{"version", "threads"}` once the model is loaded, then for
+each `{"prompts": [[id]], "new_tokens"}` the `{"seconds", "tokens": [[id]]}` that it took. The end of input ends it.
+Threads are those of OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not look like an answer
     settings = json.loads(sys.argv[1])
+    import torch  # noqa: PLC0415
     import vllm  # type: ignore[import-not-found]  # noqa: PLC0415 - once standard output is safe
 
     engine = vllm.LLM(**settings, skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=True)
-    print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
+    ready = {"version": vllm.__version__, "threads": torch.get_num_threads()}
+    print(json.dumps(ready), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_decode(vllm, engine, json.loads(line))), file=answers, flush=True)
 
