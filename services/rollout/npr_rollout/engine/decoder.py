@@ -18,8 +18,11 @@ from npr_rollout.engine.cpu.packed_linear import pack_weights
 class Decoder(Protocol):
     """A forward pass."""
 
-    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
-        """Logits [N, V] after the tokens `rows` [N] of a pass of T tokens: ids and positions int64 [T]."""
+    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, attend: Any) -> Tensor:
+        """Logits [N, V] after the tokens `rows` [N] of a pass of T tokens: ids and positions int64 [T].
+
+        `attend` is what the attention backend that the decoder was made for has prepared.
+        """
         ...
 
 

@@ -192,31 +192,43 @@ class CascadeAttention:
         self._values = tuple(map(array, pool.values))
         self._dtype = pool.shape.dtype
 
-    def prepare(self, plan: AttentionPlan) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
-        """See `interface.Attend`. Rows of a query behind the plan's tokens are padding, and zero in the result."""
-        threads = torch.get_num_threads()
-        state: list[Array] = []
+    def prepare(self, plan: AttentionPlan) -> CascadePass:
+        """See `interface.AttentionBackend`."""
+        return CascadePass(plan, self._keys, self._values, self._dtype)
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-            if not state:
-                state.extend(np.empty((plan.tokens, query.shape[1]), np.float32) for _ in range(2))
-            keys, values = self._keys[layer], self._values[layer]
-            new = array(key[: plan.tokens].to(self._dtype)), array(value[: plan.tokens].to(self._dtype))
-            _write_kernel(*new, plan.write_slots, keys, values, threads=1)
-            out = torch.empty(query.shape, dtype=torch.float32)
-            out[plan.tokens :] = 0
-            _attend_kernel(
-                array(query.to(torch.float32)),
-                keys,
-                values,
-                plan.slots,
-                plan.items,
-                plan.levels,
-                np.float32(scale),
-                *state,
-                array(out[: plan.tokens]),
-                threads=threads,
-            )
-            return out.to(query.dtype)
 
-        return attend
+class CascadePass:
+    """The attention of one forward pass, for tensors (`interface.Attend`) or for arrays."""
+
+    def __init__(
+        self, plan: AttentionPlan, keys: tuple[Array, ...], values: tuple[Array, ...], dtype: torch.dtype
+    ) -> None:
+        self._plan = plan
+        self._keys, self._values, self._dtype = keys, values, dtype
+        self._threads = torch.get_num_threads()
+        self._state: list[Array] = []
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write key and value [T, K, D] to the pool and attend from query [T, H, D]."""
+        out = torch.empty(query.shape, dtype=torch.float32)
+        new_key, new_value = array(key.to(self._dtype)), array(value.to(self._dtype))
+        self.arrays(layer, array(query.to(torch.float32)), new_key, new_value, np.float32(scale), array(out))
+        return out.to(query.dtype)
+
+    def arrays(self, layer: int, query: Array, key: Array, value: Array, scale: Any, out: Array) -> None:
+        """The same for arrays: query and `out`, the result, float32; key and value of the pool's type or float32.
+
+        Rows behind the plan's tokens are padding: nothing is written for them, and their result is left as it is.
+        """
+        plan, tokens = self._plan, self._plan.tokens
+        if len(query) > tokens:
+            query, key, value, out = query[:tokens], key[:tokens], value[:tokens], out[:tokens]
+        if key.dtype != self._keys[layer].dtype:
+            key, value = (array(torch.from_numpy(new).to(self._dtype)) for new in (key, value))
+        if not self._state:
+            self._state = [np.empty(query.shape[:2], np.float32) for _ in range(2)]
+        keys, values = self._keys[layer], self._values[layer]
+        _write_kernel(key, value, plan.write_slots, keys, values, threads=1)
+        _attend_kernel(
+            query, keys, values, plan.slots, plan.items, plan.levels, scale, *self._state, out, threads=self._threads
+        )

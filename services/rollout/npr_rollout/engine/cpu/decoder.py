@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from npr_rollout.engine.attention.interface import Attend
+from npr_rollout.engine.attention.cascade_cpu import CascadePass
 from npr_rollout.engine.cpu.compiled import Array, array
 from npr_rollout.engine.cpu.kernels import add_and_normalise, gate, normalise, split_heads
 from npr_rollout.engine.cpu.packed_linear import PackedLinear, pack_weights
+from npr_rollout.engine.cpu.row_counts import Product, RowCounts
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # others change with the length of the text
@@ -50,57 +52,79 @@ class FusedDecoder:
             _fuse(layer.mlp, "gate_up_proj", ("gate_proj", "up_proj"))
         pack_weights(model)
         self._embedding = model.get_input_embeddings()
-        self._layers = [_Layer(layer, model.config) for layer in model.model.layers]
+        self._layers = [_Layer(index, layer, model.config) for index, layer in enumerate(model.model.layers)]
         self._norm = _Norm(model.model.norm)
         self._head = model.get_output_embeddings()
         self._rope = _RopeTable(model.model.rotary_emb)
+        self._row_counts: RowCounts = model.model.layers[0].self_attn.qkv_proj.row_counts
+        self._buffers: dict[int, _Buffers] = {}
 
-    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, attend: CascadePass) -> Tensor:
         """Logits float32 [N, V] after the tokens `rows` [N] of a pass: ids and positions int64 [T]."""
-        tokens = len(ids)
-        padding = self._layers[0].qkv.row_counts.padded(tokens) - tokens
+        padding = self._row_counts.padded(len(ids)) - len(ids)
         if padding:
             ids, positions = (torch.cat([tensor, tensor.new_zeros(padding)]) for tensor in (ids, positions))
         x = self._embedding(ids)
+        buffers = self._buffers_for(x)
         rope = (array(positions), *self._rope.up_to(int(positions.max()) + 1))
-        delta = None
-        for index, layer in enumerate(self._layers):
-            delta = layer.forward(index, x, delta, rope, attend)
+        stream, delta = array(x), None
+        for layer in self._layers:
+            delta = layer.forward(stream, delta, rope, buffers, attend)
         assert delta is not None
-        return self._head(self._norm.apply(x[rows], delta[rows]))  # type: ignore[no-any-return]
+        last, last_delta = x[rows], delta[rows]
+        out = torch.empty_like(last)
+        self._norm.apply(array(last), last_delta, array(out))
+        return self._head(out)  # type: ignore[no-any-return]
+
+    def _buffers_for(self, x: Tensor) -> _Buffers:
+        """Those of the pass before, if it had as many tokens."""
+        if len(x) not in self._buffers:
+            self._buffers = {len(x): _Buffers(x, self._layers[0])}
+        return self._buffers[len(x)]
 
 
 class _Layer:
     """One layer. What it adds to the residual stream is handed on, and added where the next norm reads the stream."""
 
-    def __init__(self, layer: Any, config: Any) -> None:
+    def __init__(self, index: int, layer: Any, config: Any) -> None:
         attention = layer.self_attn
-        self.qkv: PackedLinear = attention.qkv_proj
-        self._out: PackedLinear = attention.o_proj
-        self._gate_up: PackedLinear = layer.mlp.gate_up_proj
-        self._down: PackedLinear = layer.mlp.down_proj
+        self._index = index
+        self._qkv, self._out = _product(attention.qkv_proj), _product(attention.o_proj)
+        self._gate_up, self._down = _product(layer.mlp.gate_up_proj), _product(layer.mlp.down_proj)
         self._input_norm, self._post_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._head_dim, self._scale = int(attention.head_dim), float(attention.scaling)
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._scale = np.float32(attention.scaling)
         self._head_norms = _head_norms(attention)
+        self.head_dim, self.inner = int(attention.head_dim), int(layer.mlp.down_proj.in_features)
+        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
 
-    def forward(self, index: int, x: Tensor, delta: Tensor | None, rope: tuple[Array, ...], attend: Attend) -> Tensor:
-        """What the layer adds to x [T, C]; what the one before adds is added to x first."""
-        attended = self._attend(index, self._input_norm.apply(x, delta), rope, attend)
-        projected = self._gate_up(self._post_norm.apply(x, self._out(attended)))
-        gated = projected.new_empty(len(x), self._down.in_features)
-        gate(array(projected), array(gated), threads=_threads(gated))
-        return self._down(gated)  # type: ignore[no-any-return]
+    def forward(
+        self, x: Array, delta: Tensor | None, rope: tuple[Array, ...], buffers: _Buffers, attend: CascadePass
+    ) -> Tensor:
+        """What the layer adds to x [T, C]; what the one before adds is added to x first, which changes it."""
+        self._input_norm.apply(x, delta, buffers.normed_array)
+        projected = array(self._qkv(buffers.normed)).reshape(len(x), -1, self.head_dim)
+        new = buffers.query, buffers.key, buffers.value
+        split_heads(projected, *rope, *self._head_norms, *new, threads=_threads(projected))
+        attend.arrays(self._index, *new, self._scale, buffers.attended_array)
+        self._post_norm.apply(x, self._out(buffers.attended), buffers.normed_array)
+        projected = array(self._gate_up(buffers.normed))
+        gate(projected, buffers.gated_array, threads=_threads(projected))
+        return self._down(buffers.gated)
 
-    def _attend(self, index: int, x: Tensor, rope: tuple[Array, ...], attend: Attend) -> Tensor:
-        projected = self.qkv(x).view(len(x), -1, self._head_dim)
-        query, key, value = (
-            projected.new_empty(len(x), heads, self._head_dim)
-            for heads in (self._heads, self._kv_heads, self._kv_heads)
-        )
-        results = (array(query), array(key), array(value))
-        split_heads(array(projected), *rope, *self._head_norms, *results, threads=_threads(projected))
-        return attend(index, query, key, value, self._scale).view(len(x), -1)
+
+class _Buffers:
+    """What layers write between their products, as tensors and as arrays of the same memory; one set for all layers."""
+
+    def __init__(self, x: Tensor, layer: _Layer) -> None:
+        """For a residual stream x [T, C]. What padding holds is never read by others, but it is a number."""
+        tokens = len(x)
+        self.normed = torch.empty_like(x)
+        self.attended = x.new_zeros(tokens, layer.heads * layer.head_dim)
+        self.gated = x.new_empty(tokens, layer.inner)
+        self.normed_array, self.gated_array = array(self.normed), array(self.gated)
+        self.attended_array = array(self.attended).reshape(tokens, layer.heads, layer.head_dim)
+        self.query = np.empty_like(self.attended_array)
+        self.key, self.value = (np.empty((tokens, layer.kv_heads, layer.head_dim), np.float32) for _ in range(2))
 
 
 class _Norm:
@@ -108,16 +132,14 @@ class _Norm:
 
     def __init__(self, module: Any) -> None:
         self._weight = array(module.weight.detach())
-        self._eps = array(torch.tensor([module.variance_epsilon]))[0]
+        self._eps = np.float32(module.variance_epsilon)
 
-    def apply(self, x: Tensor, delta: Tensor | None) -> Tensor:
+    def apply(self, x: Array, delta: Tensor | None, out: Array) -> None:
         """Add `delta` to x [T, C], which changes x, and normalise."""
-        out = torch.empty_like(x)
         if delta is None:
-            normalise(array(x), self._weight, self._eps, array(out), threads=_threads(x))
+            normalise(x, self._weight, self._eps, out, threads=_threads(x))
         else:
-            add_and_normalise(array(x), array(delta), self._weight, self._eps, array(out), threads=_threads(x))
-        return out
+            add_and_normalise(x, array(delta), self._weight, self._eps, out, threads=_threads(x))
 
 
 class _RopeTable:
@@ -141,9 +163,15 @@ def _head_norms(attention: Any) -> tuple[Array, Array, Any]:
     """Weights of the norms of queries and keys, empty where a model has none, and epsilon."""
     query, key = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     if query is None or key is None:
-        none = array(torch.empty(0))
-        return none, none, array(torch.zeros(1))[0]
-    return array(query.weight.detach()), array(key.weight.detach()), array(torch.tensor([query.variance_epsilon]))[0]
+        none = np.empty(0, np.float32)
+        return none, none, np.float32(0)
+    return array(query.weight.detach()), array(key.weight.detach()), np.float32(query.variance_epsilon)
+
+
+def _product(linear: PackedLinear) -> Product:
+    """The layer for a pass whose number of tokens is padded already; a long one is cut into parts."""
+    row_counts, product = linear.row_counts, linear.product
+    return lambda x: product(x) if x.shape[0] <= row_counts.limit else row_counts.multiply(product, x)
 
 
 def _fuse(parent: nn.Module, name: str, parts: tuple[str, ...]) -> None:
@@ -160,5 +188,5 @@ def _fuse(parent: nn.Module, name: str, parts: tuple[str, ...]) -> None:
     setattr(parent, name, fused)
 
 
-def _threads(tensor: Tensor) -> int:
-    return torch.get_num_threads() if tensor.numel() >= _MIN_ELEMENTS else 1
+def _threads(values: Array) -> int:
+    return torch.get_num_threads() if values.size >= _MIN_ELEMENTS else 1

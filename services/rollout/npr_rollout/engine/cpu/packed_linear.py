@@ -54,7 +54,8 @@ class PackedLinear(nn.Module):
     """A linear layer for inference: float32 [..., in] -> float32 [..., out].
 
     Attributes:
-        row_counts: which numbers of rows its kernel treats alike; others are padded to one of these.
+        product: float32 [N, in] -> float32 [N, out], for numbers of rows that the kernel treats alike.
+        row_counts: which numbers these are; `forward` pads others to one of them.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -63,13 +64,13 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         bias = None if linear.bias is None else linear.bias.detach().float()
         if weight.dtype in _HALF and _fits_half(weight):
-            self._product, self.row_counts = _half_product(weight, bias), _half_rows()
+            self.product, self.row_counts = _half_product(weight, bias), _half_rows()
         else:
-            self._product, self.row_counts = _float_product(weight.float(), bias), _float_rows()
+            self.product, self.row_counts = _float_product(weight.float(), bias), _float_rows()
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply it."""
-        rows = self.row_counts.multiply(self._product, x.reshape(-1, self.in_features))
+        rows = self.row_counts.multiply(self.product, x.reshape(-1, self.in_features))
         return rows.view(*x.shape[:-1], self.out_features)
 
 
