@@ -161,7 +161,7 @@ class VllmPeer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_clean_environment() | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"},
+            env=_clean_environment() | {"OMP_NUM_THREADS": str(threads)},
         )
         ready = self._answer()
         if ready["threads"] != threads:
