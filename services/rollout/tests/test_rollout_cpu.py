@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from npr_common.dialects import load_dialect
 from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.cpu.compiled import exp
+from npr_rollout.engine.cpu.compiled import Kernel, exp
 from npr_rollout.engine.cpu.decoder import FusedDecoder, can_fuse
 from npr_rollout.engine.cpu.packed_linear import PackedLinear, pack_weights
 from npr_rollout.engine.cpu.row_counts import RowCounts
@@ -169,6 +169,24 @@ def test_the_exponential_is_exact_to_single_precision() -> None:
     numba.njit(apply)(x, out)
     exact = np.exp(x.astype(np.float64))
     assert float(np.max(np.abs(out - exact) / exact)) < 4e-7
+
+
+def test_compiling_a_kernel_leaves_the_number_of_threads_alone() -> None:
+    def double(values: Any) -> None:
+        for i in numba.prange(values.shape[0]):
+            values[i] *= 2
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        values = np.ones(4, np.float32)
+        kernel = Kernel(double)
+        for threads in (1, 2):
+            kernel(values, threads=threads)
+            assert torch.get_num_threads() == 1
+        assert values.tolist() == [4.0] * 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def results_of(requests: list[Request], model: Any, **config: Any) -> tuple[dict[str, Result], Engine]:

@@ -36,14 +36,25 @@ class Kernel:
     def __init__(self, function: Callable[..., None]) -> None:
         self._serial = _compile(function, parallel=False)
         self._parallel = _compile(function, parallel=True)
+        self._loaded: set[bool] = set()  # which of them, by whether it is the parallel one
 
     def __call__(self, *arguments: Any, threads: int) -> None:
         """Run it with so many threads at most."""
-        if threads == 1:
-            self._serial(*arguments)
-        else:
+        parallel = threads > 1
+        if parallel not in self._loaded:
+            self._load(arguments, threads)
+        elif parallel:
             numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
             self._parallel(*arguments)
+        else:
+            self._serial(*arguments)
+
+    def _load(self, arguments: tuple[Any, ...], threads: int) -> None:
+        """The first run. Compiling starts numba's threads, which sets OpenMP's number of them: torch's too."""
+        before = torch.get_num_threads()
+        self._loaded.add(threads > 1)
+        self(*arguments, threads=threads)
+        torch.set_num_threads(before)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
