@@ -22,6 +22,7 @@ from npr_rollout.engine.script import Script, ScriptedSampler
 from npr_rollout.testing.trees import Tree
 
 PAGE_SIZE = 16
+_SLACK = 4  # tokens that a limit leaves, so that no branch meets it
 _TAKEAWAY_WORDS, _LAST_WORDS = 6, 4
 
 
@@ -78,9 +79,16 @@ def decode_trees(model: Any, subject: Subject, trees: Sequence[Tree], visibility
         EngineConfig(page_size=PAGE_SIZE, pages=pages, max_running=len(trees)),
         sampler=ScriptedSampler(scripts),
     )
-    return decode(
-        engine, [Request(name, t.prompt, visibility=visibility) for name, t in zip(scripts, trees, strict=True)]
-    )
+    requests = [
+        Request(name, tree.prompt, limits=Limits(max_tokens=_response(tree) + _SLACK), visibility=visibility)
+        for name, tree in zip(scripts, trees, strict=True)
+    ]
+    return decode(engine, requests)
+
+
+def _response(tree: Tree) -> int:
+    """Tokens after the prompt."""
+    return len(tree.token_ids) - tree.prompt_length
 
 
 def _partial_pages(subject: Subject, tree: Tree) -> int:
