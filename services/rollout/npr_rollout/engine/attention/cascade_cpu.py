@@ -125,16 +125,20 @@ def _attend(
     items: Array,
     levels: Array,
     scale: Any,
+    parts: int,
     top: Array,
     total: Array,
     out: Array,
 ) -> None:
     """One layer's attention for all tokens of a pass.
 
+    A block is read for all heads of a part before the next one is, since a token's heads lie side by side in memory.
+
     Args:
         query: float32 [T, H, D].
         keys: [slots, K, D], likewise `values`: the pool.
         slots, items, levels: the plan's.
+        parts: into how many parts an item's heads are cut, so that threads have work when there are few items.
         top: float32 [T, H], the running maximum; likewise `total`, the running sum. Their content is overwritten.
         out: float32 [T, H, D], the result.
     """
@@ -146,10 +150,8 @@ def _attend(
     out[:] = 0.0
     for level in range(levels.shape[0] - 1):
         first, count = levels[level], levels[level + 1] - levels[level]
-        # Heads outermost: whatever the items' lengths are, threads get equal parts.
-        for work in numba.prange(count * kv_heads):
-            kv_head = work // count
-            item = first + work % count
+        for work in numba.prange(count * parts):
+            item, part = first + work // parts, work % parts
             row, begin, end, query_begin, query_end = (
                 items[item, 0],
                 items[item, 1],
@@ -159,20 +161,21 @@ def _attend(
             )
             weights = np.empty(_BLOCK, np.float32)
             for block in range(begin, end, _BLOCK):
-                for t in range(query_begin, query_end):
-                    seen = min(block + _BLOCK, end if level > 0 else end - (query_end - 1 - t))
-                    if seen <= block:
-                        continue
-                    for h in range(kv_head * group, (kv_head + 1) * group):
-                        highest, mass = _weigh(
-                            query, t, h, keys, kv_head, slots, row, block, seen, scale, weights, top[t, h]
-                        )
-                        fade = exp(top[t, h] - highest)
-                        for d in range(size):
-                            out[t, h, d] *= fade
-                        _add_values(values, kv_head, slots, row, block, seen, weights, out, t, h)
-                        total[t, h] = total[t, h] * fade + mass
-                        top[t, h] = highest
+                for kv_head in range(part * kv_heads // parts, (part + 1) * kv_heads // parts):
+                    for t in range(query_begin, query_end):
+                        seen = min(block + _BLOCK, end if level > 0 else end - (query_end - 1 - t))
+                        if seen <= block:
+                            continue
+                        for h in range(kv_head * group, (kv_head + 1) * group):
+                            highest, mass = _weigh(
+                                query, t, h, keys, kv_head, slots, row, block, seen, scale, weights, top[t, h]
+                            )
+                            fade = exp(top[t, h] - highest)
+                            for d in range(size):
+                                out[t, h, d] *= fade
+                            _add_values(values, kv_head, slots, row, block, seen, weights, out, t, h)
+                            total[t, h] = total[t, h] * fade + mass
+                            top[t, h] = highest
     for t in numba.prange(tokens):
         for h in range(heads):
             share = np.float32(1.0) / total[t, h]
@@ -229,6 +232,6 @@ class CascadePass:
             self._state = [np.empty(query.shape[:2], np.float32) for _ in range(2)]
         keys, values = self._keys[layer], self._values[layer]
         _write_kernel(key, value, plan.write_slots, keys, values, threads=1)
-        _attend_kernel(
-            query, keys, values, plan.slots, plan.items, plan.levels, scale, *self._state, out, threads=self._threads
-        )
+        parts = min(self._threads, keys.shape[1])
+        tables = plan.slots, plan.items, plan.levels
+        _attend_kernel(query, keys, values, *tables, scale, parts, *self._state, out, threads=self._threads)
