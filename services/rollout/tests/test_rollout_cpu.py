@@ -104,6 +104,16 @@ def test_positions_may_repeat_as_those_of_branches_do() -> None:
     assert torch.allclose(fused_logits(model, ids_of(8), positions), expected, atol=2e-4)
 
 
+def test_a_layer_that_half_precision_cannot_hold_is_computed_beside_the_others() -> None:
+    model = model_of("qwen3", torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 1e6
+    with torch.inference_mode():
+        expected = copy.deepcopy(model).float()(input_ids=ids_of(1)[None]).logits[0]
+    assert float((fused_logits(model, ids_of(1)) - expected).abs().max()) < 2e-4 * float(expected.abs().max())
+    assert model.model.layers[1].mlp.down_proj.row_counts is not model.model.layers[0].mlp.down_proj.row_counts
+
+
 def test_fusing_twice_changes_nothing() -> None:
     model = model_of("llama")
     assert torch.equal(fused_logits(model, ids_of(9)), fused_logits(model, ids_of(9)))

@@ -52,11 +52,13 @@ class FusedDecoder:
             _fuse(layer.mlp, "gate_up_proj", ("gate_proj", "up_proj"))
         pack_weights(model)
         self._embedding = model.get_input_embeddings()
-        self._layers = [_Layer(index, layer, model.config) for index, layer in enumerate(model.model.layers)]
+        self._row_counts: RowCounts = model.model.layers[0].self_attn.qkv_proj.row_counts
+        self._layers = [
+            _Layer(index, layer, model.config, self._row_counts) for index, layer in enumerate(model.model.layers)
+        ]
         self._norm = _Norm(model.model.norm)
         self._head = model.get_output_embeddings()
         self._rope = _RopeTable(model.model.rotary_emb)
-        self._row_counts: RowCounts = model.model.layers[0].self_attn.qkv_proj.row_counts
         self._buffers: dict[int, _Buffers] = {}
 
     def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, attend: CascadePass) -> Tensor:
@@ -86,11 +88,13 @@ class FusedDecoder:
 class _Layer:
     """One layer. What it adds to the residual stream is handed on, and added where the next norm reads the stream."""
 
-    def __init__(self, index: int, layer: Any, config: Any) -> None:
+    def __init__(self, index: int, layer: Any, config: Any, row_counts: RowCounts) -> None:
         attention = layer.self_attn
         self._index = index
-        self._qkv, self._out = _product(attention.qkv_proj), _product(attention.o_proj)
-        self._gate_up, self._down = _product(layer.mlp.gate_up_proj), _product(layer.mlp.down_proj)
+        self._qkv, self._out, self._gate_up, self._down = (
+            _product(linear, row_counts)
+            for linear in (attention.qkv_proj, attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+        )
         self._input_norm, self._post_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         self._scale = np.float32(attention.scaling)
         self._head_norms = _head_norms(attention)
@@ -168,9 +172,14 @@ def _head_norms(attention: Any) -> tuple[Array, Array, Any]:
     return array(query.weight.detach()), array(key.weight.detach()), np.float32(query.variance_epsilon)
 
 
-def _product(linear: PackedLinear) -> Product:
-    """The layer for a pass whose number of tokens is padded already; a long one is cut into parts."""
-    row_counts, product = linear.row_counts, linear.product
+def _product(linear: PackedLinear, row_counts: RowCounts) -> Product:
+    """The layer for a pass that is padded to one of these numbers of rows; a long one is cut into parts.
+
+    A layer of another kernel, such as one whose weights half precision can't hold, pads by itself.
+    """
+    if linear.row_counts is not row_counts:
+        return linear.forward
+    product = linear.product
     return lambda x: product(x) if x.shape[0] <= row_counts.limit else row_counts.multiply(product, x)
 
 
