@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import Any
 
 from _decoding import Decoding, Step
-from _harness import median_interval
+from _harness import Begin, median_interval
 from _roofline import Roofline
 from _subjects import DIALECT, Subject
 from _trees import PAGE_SIZE, decode_trees, equal_tree, own_trees
@@ -49,15 +49,18 @@ class Load:
 class TreeBench:
     """Measures one model."""
 
-    def __init__(self, subject: Subject, dtype: str, load: Load) -> None:
+    def __init__(self, subject: Subject, dtype: str, load: Load, begin: Begin) -> None:
+        begin("loading the model")
+        self._begin = begin
         self._subject = subject
         self._load = load
         self._model = subject.load(dtype)
-        headers = sum(len(step_cue(DIALECT, i + 1).encode(subject.tokenizer)) for i in range(load.branches))
+        headers = [len(step_cue(DIALECT, i + 1).encode(subject.tokenizer)) for i in range(load.branches)]
+        self._longest_header = max(headers)
         self._rows = {
             Role.PROMPT: load.prompt_tokens,
             Role.TRUNK: 1,
-            Role.HEADERS: 1 + headers,
+            Role.HEADERS: 1 + sum(headers),
             Role.BRANCHES: load.branches,
             Role.CUE: load.branches + len(takeaway_cue(DIALECT).encode(subject.tokenizer)),
         }
@@ -73,6 +76,7 @@ class TreeBench:
         """A tree at a time, in rounds, beside the bare steps."""
         decodings: dict[Visibility, list[Decoding]] = {mode: [] for mode in _MODES}
         for index in range(self._load.rounds):
+            self._begin(f"one tree: round {index + 1} of {self._load.rounds}")
             tree = self._tree()
             for mode in _MODES if index % 2 else reversed(_MODES):
                 decodings[mode].append(self._decode([tree], mode))
@@ -136,6 +140,7 @@ class TreeBench:
 
     def fork_and_join(self, blocks: int) -> Figures:
         """What fork and join take more than plain steps, in trees of short blocks, one tree at a time."""
+        self._begin(f"fork and join: {blocks} blocks")
         short = self._tree(branch_tokens=_SHORT_BRANCH)
         in_block = len(short.token_ids) - short.prompt_length
         in_tree = max(1, min(4, blocks, (self._subject.config.max_position_embeddings - 64) // in_block))
@@ -149,17 +154,26 @@ class TreeBench:
         bare = {role: self._roofline.bound(self._rows[role]).linears for role in Role}
         step = statistics.median(self._of(decodings, Role.BRANCHES, lambda step: step.seconds))
         trunk = statistics.median(self._of(decodings, Role.TRUNK, lambda step: step.seconds))
+        cue = self._rows[Role.CUE] - self._load.branches
         both = [fork + join for fork, join in zip(extra["forks"], extra["joins"], strict=True)]
         return {
             "blocks": len(both),
-            "fork": _cost(extra["forks"], own["forks"], bare[Role.HEADERS] - bare[Role.BRANCHES]),
-            "join": _cost(extra["joins"], own["joins"], bare[Role.CUE] - bare[Role.TRUNK]),
+            "fork": _cost(extra["forks"], own["forks"])
+            | {
+                "forced_tokens_bare_seconds": bare[Role.HEADERS] - bare[Role.BRANCHES],
+                "forced_tokens_plain_seconds": self._longest_header * step,
+            },
+            "join": _cost(extra["joins"], own["joins"])
+            | {
+                "forced_tokens_bare_seconds": bare[Role.CUE] - bare[Role.TRUNK],
+                "forced_tokens_plain_seconds": cue * trunk,
+            },
             "fork_and_join_seconds": statistics.median(both),
             "fork_and_join_interval": median_interval(both),
             "block_step_seconds": step,
             "trunk_step_seconds": trunk,
             "header_tokens": self._rows[Role.HEADERS] - 1,
-            "cue_tokens": self._rows[Role.CUE] - self._load.branches,
+            "cue_tokens": cue,
         }
 
     def _extra(self, decodings: Sequence[Decoding], count: str, role: Role, of: Callable[[Step], float]) -> list[float]:
@@ -176,11 +190,13 @@ class TreeBench:
 
     def batch(self, count: int, rounds: int) -> Figures:
         """Several trees at once, with branches of a quarter of the length."""
+        self._begin(f"trees at once: {count}")
         trees = [self._tree(branch_tokens=max(4, self._load.branch_tokens // 4)) for _ in range(count)]
         return self._compare(trees, rounds)
 
     def own(self, count: int) -> Figures:
         """Trees that the model writes itself: all at once, and one at a time."""
+        self._begin(f"trees of the model's own: {count}")
         trees = own_trees(self._model, self._subject, count)
         answers = [[self._decode([tree], mode) for mode in _MODES] for tree in trees]
         parallel, autoregressive = ([answer[index] for answer in answers] for index in range(len(_MODES)))
@@ -246,12 +262,11 @@ class TreeBench:
         )
 
 
-def _cost(extra: Sequence[float], scheduling: Sequence[float], forced: float) -> Figures:
+def _cost(extra: Sequence[float], scheduling: Sequence[float]) -> Figures:
     return {
         "seconds": statistics.median(extra),
         "interval": median_interval(extra),
         "scheduling_seconds": statistics.median(scheduling),
-        "forced_tokens_bare_seconds": forced,
     }
 
 

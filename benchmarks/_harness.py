@@ -8,10 +8,15 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+Begin = Callable[[str], None]
+"""Called where a piece of work begins, with its name."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -35,6 +40,20 @@ def tell(figures: Mapping[str, object], *, as_json: bool, tables: Sequence[Table
             print(f"{name:60} {value:,.3f}" if isinstance(value, float) else f"{name:60} {value}")
     if as_json:
         print(json.dumps(figures))
+
+
+@contextmanager
+def progress(pieces: int) -> Iterator[Begin]:
+    """A bar on the error stream that counts pieces of work as they begin, and names the one that is on."""
+    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    # A thread that redraws would take its time from what is measured; so it is drawn when a piece begins.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=pieces)
+
+        def begin(name: str) -> None:
+            bar.update(task, advance=1, description=name, refresh=True)
+
+        yield begin
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> Table:

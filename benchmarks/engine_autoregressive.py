@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from _decoding import Decoding
-from _harness import parser, table, tell
+from _harness import Begin, parser, progress, table, tell
 from _peers import PAGE_SIZE, ContinuousPeer, EnginePeer, GeneratePeer, Peer, Prompts, VllmError, VllmPeer
 from _roofline import Roofline
 from _subjects import QWEN3_SHAPE, Subject, subject
@@ -43,11 +43,15 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with subject(arguments.model) as chosen, ExitStack() as stack:
+        begin = stack.enter_context(progress(1 + len(arguments.batches) * (1 + arguments.rounds)))
+        begin("loading the rivals")
         engine, peers = _rivals(chosen, arguments)
         for peer in peers:
             stack.callback(peer.close)
         roofline = Roofline(engine.model, chosen.linears, arguments.batches)
-        batches = {str(batch): _measure(chosen, peers, roofline, batch, arguments) for batch in arguments.batches}
+        batches = {
+            str(batch): _measure(chosen, peers, roofline, batch, arguments, begin=begin) for batch in arguments.batches
+        }
     figures = {
         "benchmark": "engine_autoregressive",
         "model": arguments.model,
@@ -99,17 +103,25 @@ def _rivals(chosen: Subject, arguments: argparse.Namespace) -> tuple[EnginePeer,
 
 
 def _measure(
-    chosen: Subject, peers: Sequence[Peer], roofline: Roofline, batch: int, arguments: argparse.Namespace
+    chosen: Subject,
+    peers: Sequence[Peer],
+    roofline: Roofline,
+    batch: int,
+    arguments: argparse.Namespace,
+    *,
+    begin: Begin,
 ) -> Figures:
     """Rounds at one batch size; this engine is the first of the rivals."""
     engine = peers[0]
     assert isinstance(engine, EnginePeer)
+    begin(f"batch {batch}: first passes")
     for peer in peers:  # what is compiled or packed at first use
         peer.generate(_prompts(chosen, batch, -1, arguments.prompt_tokens), 2)
     engine.rounds.clear()
     seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
     tokens: dict[str, list[int]] = {peer.name: [] for peer in peers}
     for index in range(arguments.rounds):
+        begin(f"batch {batch}: round {index + 1} of {arguments.rounds}")
         prompts = _prompts(chosen, batch, index, arguments.prompt_tokens)
         for turn in range(len(peers)):
             peer = peers[(index + turn) % len(peers)]
