@@ -1,7 +1,7 @@
 """What the benchmarks share: `--quick`, `--json`, and how figures are told.
 
 Every benchmark measures its rivals in the same run and names the result `ratios`: how many times as fast as the rival.
-`--quick` stays below a minute; with `--json` the last line is one JSON object with all figures.
+`--quick` stays below a minute with the tiny model; with `--json` the last line is one JSON object with all figures.
 """
 
 import argparse

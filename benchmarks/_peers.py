@@ -109,36 +109,50 @@ class GeneratePeer:
 
 
 class ContinuousPeer:
-    """`transformers` continuous batching: a manager with a paged cache and a thread of its own, kept between rounds."""
+    """`transformers` continuous batching: a manager with a paged cache and a thread of its own.
+
+    The manager lives for one turn, and neither its start nor a first short pass is timed. Between turns its thread's
+    OpenMP threads would be one set too many for the cores, and OpenMP then lets all threads of the process sleep rather
+    than spin at its barriers: that alone makes the other rivals up to twice as slow.
+    """
 
     def __init__(self, model: Any, pad: int, batch: int, length: int) -> None:
         self.name = f"transformers continuous, {_short(model.dtype)}"
-        settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=pad)
-        cache = ContinuousBatchingConfig(
+        self._model = model
+        self._settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=pad)
+        self._cache = ContinuousBatchingConfig(
             page_size=PAGE_SIZE,
             num_blocks=batch * (-(-length // PAGE_SIZE) + 2),
             max_batch_tokens=max(2048, batch),
             allow_block_sharing=False,
         )
-        self._manager = model.init_continuous_batching(settings, cache)
-        self._manager.start()
 
     def generate(self, prompts: Prompts, new_tokens: int) -> tuple[float, list[list[int]]]:
         """See `Peer`."""
-        begin = time.perf_counter()
-        names = self._manager.add_requests([list(ids) for ids in prompts], max_new_tokens=new_tokens)
-        answers: dict[str, list[int]] = {}
-        while len(answers) < len(prompts):
-            output = self._manager.get_result(timeout=60)
-            if output is None or output.error:
-                raise RuntimeError(f"continuous batching: {output.error if output else 'no answer in 60 s'}")
-            if output.is_finished():
-                answers[output.request_id] = list(output.generated_tokens)
-        return time.perf_counter() - begin, [answers[name] for name in names]
+        manager = self._model.init_continuous_batching(self._settings, self._cache)
+        manager.start()
+        try:
+            _collect(manager, prompts, 2)
+            begin = time.perf_counter()
+            answers = _collect(manager, prompts, new_tokens)
+            return time.perf_counter() - begin, answers
+        finally:
+            manager.stop(block=True, timeout=60)
 
     def close(self) -> None:
-        """End its thread."""
-        self._manager.stop(block=True, timeout=60)
+        """Nothing runs between turns."""
+
+
+def _collect(manager: Any, prompts: Prompts, new_tokens: int) -> list[list[int]]:
+    names = manager.add_requests([list(ids) for ids in prompts], max_new_tokens=new_tokens)
+    answers: dict[str, list[int]] = {}
+    while len(answers) < len(prompts):
+        output = manager.get_result(timeout=60)
+        if output is None or output.error:
+            raise RuntimeError(f"continuous batching: {output.error if output else 'no answer in 60 s'}")
+        if output.is_finished():
+            answers[output.request_id] = list(output.generated_tokens)
+    return [answers[name] for name in names]
 
 
 class VllmError(RuntimeError):
