@@ -23,6 +23,7 @@ from npr_common.canary import Canary
 from npr_common.dialects import Dialect, DialectError, load_dialect
 from npr_common.errors import DataLossError, FailedPreconditionError, NotFoundError
 from npr_common.policy_store import PolicyStore
+from npr_common.threads import in_own_thread
 from npr_common.tokenizers import TokenizerError, load_tokenizer
 
 
@@ -71,7 +72,7 @@ class PolicyLoader:
             DataLossError: its files are not what they were.
             FailedPreconditionError: the engine can't serve this kind of model.
         """
-        return await asyncio.to_thread(self._load_alone, ref)
+        return await in_own_thread(self._load_alone, ref)
 
     async def latest(self, line: str) -> policy_pb2.PolicyRef:
         """The newest version of a line. Raises NotFoundError when nothing was published."""

@@ -18,6 +18,7 @@ from functools import partial
 from npr.types.v1 import policy_pb2
 from npr_common.errors import FailedPreconditionError
 from npr_common.telemetry import meter, names
+from npr_common.threads import in_own_thread
 from npr_rollout.canary import CanaryCheck
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
@@ -93,7 +94,7 @@ class PolicySwitch:
     async def _check(self, policy: LoadedPolicy, config: EngineConfig) -> None:
         """The canary forward, on pages of its own, which are free again afterwards."""
         try:
-            check = await asyncio.to_thread(CanaryCheck, policy, config)
+            check = await in_own_thread(CanaryCheck, policy, config)
         except RuntimeError as error:  # what torch raises, also where memory is short
             raise FailedPreconditionError(f"Policy {_name(policy.ref)} can't be served here: {error}") from error
         await self._engine.between_steps(check.run)
