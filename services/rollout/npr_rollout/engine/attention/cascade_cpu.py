@@ -31,7 +31,7 @@ from npr_rollout.engine.attention.plan import AttentionPlan
 from npr_rollout.engine.cpu.compiled import Array, Kernel, array, exp, inlined
 from npr_rollout.engine.kv_pool import KvPool
 
-_BLOCK = 64  # tokens whose scores are kept at once; a block of keys stays in the first-level cache for all its queries
+_BLOCK = 64  # tokens whose scores are kept at once; a block of keys stays in the cache for all its queries
 
 
 def _as_float(value: Any) -> Any:
@@ -59,43 +59,26 @@ def _write(new_keys: Array, new_values: Array, write_slots: Array, keys: Array, 
 
 
 @inlined
-def _weigh(
+def _score(
     query: Array,
     t: int,
-    h: int,
     keys: Array,
-    k: int,
+    first: int,
+    last: int,
     slots: Array,
     row: int,
     begin: int,
     end: int,
     scale: Any,
-    weights: Array,
-    top: Any,
-) -> Any:
-    """Softmax weights of a block's keys, relative to the highest score so far; that score, and the weights' sum."""
-    count, size = end - begin, query.shape[2]
-    for j in range(count):
-        slot = slots[row, begin + j]
-        score = np.float32(0.0)
-        for d in range(size):
-            score += query[t, h, d] * _as_float(keys[slot, k, d])
-        weights[j] = score * scale
-    for j in range(count):
-        top = max(top, weights[j])
-    mass = np.float32(0.0)
-    for j in range(count):
-        weights[j] = exp(weights[j] - top)
-        mass += weights[j]
-    return top, mass
-
-
-@inlined
-def _add_values(
-    values: Array, k: int, slots: Array, row: int, begin: int, end: int, weights: Array, out: Array, t: int, h: int
+    scores: Array,
 ) -> None:
-    """Add a block's weighted values, four at a time so that the result is loaded and stored less often."""
-    count, size = end - begin, out.shape[2]
+    """Scores of a block's keys [H, block] for the query heads of key heads `first` to `last`.
+
+    A token's heads lie side by side, so all of them are read before the next token's. Four keys at a time share the
+    loads of the query and hide the sums' latency.
+    """
+    group, size = query.shape[1] // keys.shape[1], query.shape[2]
+    count = end - begin
     whole = count - count % 4
     for j in range(0, whole, 4):
         a, b, c, e = (
@@ -104,17 +87,80 @@ def _add_values(
             slots[row, begin + j + 2],
             slots[row, begin + j + 3],
         )
-        for d in range(size):
-            out[t, h, d] += (
-                weights[j] * _as_float(values[a, k, d])
-                + weights[j + 1] * _as_float(values[b, k, d])
-                + weights[j + 2] * _as_float(values[c, k, d])
-                + weights[j + 3] * _as_float(values[e, k, d])
-            )
+        for k in range(first, last):
+            for h in range(k * group, (k + 1) * group):
+                score_a, score_b, score_c, score_e = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+                for d in range(size):
+                    q = query[t, h, d]
+                    score_a += q * _as_float(keys[a, k, d])
+                    score_b += q * _as_float(keys[b, k, d])
+                    score_c += q * _as_float(keys[c, k, d])
+                    score_e += q * _as_float(keys[e, k, d])
+                scores[h, j] = score_a * scale
+                scores[h, j + 1] = score_b * scale
+                scores[h, j + 2] = score_c * scale
+                scores[h, j + 3] = score_e * scale
     for j in range(whole, count):
         slot = slots[row, begin + j]
-        for d in range(size):
-            out[t, h, d] += weights[j] * _as_float(values[slot, k, d])
+        for k in range(first, last):
+            for h in range(k * group, (k + 1) * group):
+                score = np.float32(0.0)
+                for d in range(size):
+                    score += query[t, h, d] * _as_float(keys[slot, k, d])
+                scores[h, j] = score * scale
+
+
+@inlined
+def _weigh(scores: Array, h: int, count: int, top: Any) -> Any:
+    """Turn a head's scores into softmax weights relative to the highest score so far; that score, and their sum."""
+    for j in range(count):
+        top = max(top, scores[h, j])
+    mass = np.float32(0.0)
+    for j in range(count):
+        scores[h, j] = exp(scores[h, j] - top)
+        mass += scores[h, j]
+    return top, mass
+
+
+@inlined
+def _add_values(
+    values: Array,
+    first: int,
+    last: int,
+    slots: Array,
+    row: int,
+    begin: int,
+    end: int,
+    weights: Array,
+    out: Array,
+    t: int,
+) -> None:
+    """Add a block's weighted values, four at a time so that the result is loaded and stored less often."""
+    group, size = out.shape[1] // values.shape[1], out.shape[2]
+    count = end - begin
+    whole = count - count % 4
+    for j in range(0, whole, 4):
+        a, b, c, e = (
+            slots[row, begin + j],
+            slots[row, begin + j + 1],
+            slots[row, begin + j + 2],
+            slots[row, begin + j + 3],
+        )
+        for k in range(first, last):
+            for h in range(k * group, (k + 1) * group):
+                for d in range(size):
+                    out[t, h, d] += (
+                        weights[h, j] * _as_float(values[a, k, d])
+                        + weights[h, j + 1] * _as_float(values[b, k, d])
+                        + weights[h, j + 2] * _as_float(values[c, k, d])
+                        + weights[h, j + 3] * _as_float(values[e, k, d])
+                    )
+    for j in range(whole, count):
+        slot = slots[row, begin + j]
+        for k in range(first, last):
+            for h in range(k * group, (k + 1) * group):
+                for d in range(size):
+                    out[t, h, d] += weights[h, j] * _as_float(values[slot, k, d])
 
 
 def _attend(
@@ -131,8 +177,6 @@ def _attend(
     out: Array,
 ) -> None:
     """One layer's attention for all tokens of a pass.
-
-    A block is read for all heads of a part before the next one is, since a token's heads lie side by side in memory.
 
     Args:
         query: float32 [T, H, D].
@@ -159,23 +203,22 @@ def _attend(
                 items[item, 3],
                 items[item, 4],
             )
-            weights = np.empty(_BLOCK, np.float32)
+            first_head, last_head = part * kv_heads // parts, (part + 1) * kv_heads // parts
+            weights = np.empty((heads, _BLOCK), np.float32)
             for block in range(begin, end, _BLOCK):
-                for kv_head in range(part * kv_heads // parts, (part + 1) * kv_heads // parts):
-                    for t in range(query_begin, query_end):
-                        seen = min(block + _BLOCK, end if level > 0 else end - (query_end - 1 - t))
-                        if seen <= block:
-                            continue
-                        for h in range(kv_head * group, (kv_head + 1) * group):
-                            highest, mass = _weigh(
-                                query, t, h, keys, kv_head, slots, row, block, seen, scale, weights, top[t, h]
-                            )
-                            fade = exp(top[t, h] - highest)
-                            for d in range(size):
-                                out[t, h, d] *= fade
-                            _add_values(values, kv_head, slots, row, block, seen, weights, out, t, h)
-                            total[t, h] = total[t, h] * fade + mass
-                            top[t, h] = highest
+                for t in range(query_begin, query_end):
+                    seen = min(block + _BLOCK, end if level > 0 else end - (query_end - 1 - t))
+                    if seen <= block:
+                        continue
+                    _score(query, t, keys, first_head, last_head, slots, row, block, seen, scale, weights)
+                    for h in range(first_head * group, last_head * group):
+                        highest, mass = _weigh(weights, h, seen - block, top[t, h])
+                        fade = exp(top[t, h] - highest)
+                        for d in range(size):
+                            out[t, h, d] *= fade
+                        total[t, h] = total[t, h] * fade + mass
+                        top[t, h] = highest
+                    _add_values(values, first_head, last_head, slots, row, block, seen, weights, out, t)
     for t in numba.prange(tokens):
         for h in range(heads):
             share = np.float32(1.0) / total[t, h]
