@@ -10,11 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from npr_rollout.engine.engine import Engine, EngineStatus
-from npr_rollout.engine.outcomes import Outcome
-from npr_rollout.engine.request import FinishedEvent, Request, Result
+from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.sampling import RandomSampler, Samples
-from npr_rollout.engine.trajectory import Span
+from npr_rollout.record.outcomes import Outcome
+from npr_rollout.record.request import FinishedEvent, Request, Result
+from npr_rollout.record.trajectory import Span
+from npr_rollout.status import EngineStatus
 
 _T = TypeVar("_T", int, float)
 _PARTS = ("scheduling", "forward", "sampling")

@@ -18,7 +18,7 @@ from _trees import PAGE_SIZE, decode_trees, equal_tree, own_trees
 from npr_common.cues import step_cue, takeaway_cue
 from npr_common.topology import topology
 from npr_rollout.engine.model_runner import kv_shape
-from npr_rollout.engine.outcomes import Visibility
+from npr_rollout.record.outcomes import Visibility
 from npr_rollout.testing.trees import Tree
 
 Figures = dict[str, Any]

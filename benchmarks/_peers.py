@@ -22,8 +22,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.outcomes import Visibility
-from npr_rollout.engine.request import Limits, Request, SamplingParams
+from npr_rollout.record.outcomes import Visibility
+from npr_rollout.record.request import Limits, Request, SamplingParams
 
 Prompts = Sequence[Sequence[int]]
 PAGE_SIZE = 16

@@ -21,10 +21,10 @@ import torch
 
 from npr.types.v1 import policy_pb2
 from npr_common.errors import InternalError, NprError, UnavailableError
-from npr_rollout.engine.engine import EngineStatus
-from npr_rollout.engine.request import Event, FinishedEvent, Result
 from npr_rollout.engines import Engines
+from npr_rollout.record.request import Event, FinishedEvent, Result
 from npr_rollout.serving import MakeRequest, Serving, Submission
+from npr_rollout.status import EngineStatus
 from npr_rollout.swap import Build, InFlight, Swap, Swapped
 
 __all__ = ["EngineThread", "MakeRequest", "Serving"]

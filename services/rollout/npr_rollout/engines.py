@@ -18,8 +18,8 @@ from dataclasses import fields
 
 from npr.types.v1 import policy_pb2
 from npr_common.errors import FailedPreconditionError, InternalError, NprError, UnavailableError
-from npr_rollout.engine.engine import EngineStatus
 from npr_rollout.serving import Serving, Submission
+from npr_rollout.status import EngineStatus
 from npr_rollout.swap import Build, InFlight, Swap, Swapped
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from npr.types.v1 import sampling_pb2, trajectory_pb2
 from npr_common.errors import InvalidArgumentError, NotFoundError
 from npr_common.rpc import call_durably, rpc_errors
 from npr_common.telemetry import current_traceparent
-from npr_rollout.engine.outcomes import ForkRefusal
 from npr_rollout.messages import Decoding, timestamp
+from npr_rollout.record.outcomes import ForkRefusal
 
 JOBS_RUN = "jobs"
 MAX_PROMPTS = 4096

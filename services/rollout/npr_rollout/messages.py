@@ -13,8 +13,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from npr.buffer.v1 import buffer_pb2
 from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
 from npr_common.errors import InvalidArgumentError
-from npr_rollout.engine.outcomes import BranchShare, Exhaustion, ForkRefusal, Visibility
-from npr_rollout.engine.request import (
+from npr_rollout.record.outcomes import BranchShare, Exhaustion, ForkRefusal, Visibility
+from npr_rollout.record.request import (
     BlockReport,
     BudgetPolicy,
     EarlyStop,

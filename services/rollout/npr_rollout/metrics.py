@@ -8,8 +8,8 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from npr_common.errors import UnavailableError
 from npr_common.telemetry import meter, names
-from npr_rollout.engine.engine import EngineStatus
 from npr_rollout.engine_thread import EngineThread
+from npr_rollout.status import EngineStatus
 
 _WAIT_SECONDS = 2.0
 

@@ -12,13 +12,13 @@ from npr_common.errors import InvalidArgumentError, ResourceExhaustedError
 from npr_common.prompts import encode_prompt
 from npr_common.schema.detokenizer import Detokenizer
 from npr_common.telemetry import current_traceparent
-from npr_rollout.engine.outcomes import ForkRefusal
-from npr_rollout.engine.request import FinishedEvent, Request, TokensEvent
 from npr_rollout.engine_thread import EngineThread
 from npr_rollout.jobs import Jobs
 from npr_rollout.messages import Decoding, Origin, deadline_after, trajectory_message
 from npr_rollout.policy_loader import LoadedPolicy, PolicyStamp
 from npr_rollout.policy_switch import PolicySwitch
+from npr_rollout.record.outcomes import ForkRefusal
+from npr_rollout.record.request import FinishedEvent, Request, TokensEvent
 from npr_rollout.swap import InFlight
 from npr_rollout.traces import record_trajectory
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from npr_common.errors import AlreadyExistsError, NprError
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.request import Event, FinishedEvent, Request
 from npr_rollout.policy_loader import LoadedPolicy
+from npr_rollout.record.request import Event, FinishedEvent, Request
 
 Sink = Callable[[Event | NprError], None]
 MakeRequest = Callable[[LoadedPolicy], Request]

@@ -9,8 +9,8 @@ from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
 from npr_common.telemetry import context_from, current_traceparent, names, tracer
-from npr_rollout.engine.outcomes import LimitKind
-from npr_rollout.engine.request import BlockReport, Result
+from npr_rollout.record.outcomes import LimitKind
+from npr_rollout.record.request import BlockReport, Result
 
 
 def record_trajectory(result: Result, trajectory_id: str, group_id: str, traceparent: str) -> str:

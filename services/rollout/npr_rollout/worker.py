@@ -21,14 +21,14 @@ from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from npr_common.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, NprError, rpc_errors
 from npr_common.prompts import encode_prompt
 from npr_common.rpc import call_durably
-from npr_rollout.engine.outcomes import ForkRefusal, Outcome
-from npr_rollout.engine.request import Request, Result
-from npr_rollout.engine.results import refused
 from npr_rollout.engine_thread import EngineThread
 from npr_rollout.messages import Decoding, Origin, trajectory_message
 from npr_rollout.outbox import Outbox
 from npr_rollout.policy_loader import LoadedPolicy, PolicyStamp
 from npr_rollout.policy_switch import PolicySwitch
+from npr_rollout.record.outcomes import ForkRefusal, Outcome
+from npr_rollout.record.request import Request, Result
+from npr_rollout.record.results import refused
 from npr_rollout.settings import RolloutSettings
 from npr_rollout.traces import record_trajectory
 

@@ -19,7 +19,8 @@ from npr_common.tags import TagIds
 from npr_common.topology import topology
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.outcomes import (
+from npr_rollout.engine.sampling import Samples
+from npr_rollout.record.outcomes import (
     BranchShare,
     BranchStop,
     Exhaustion,
@@ -27,9 +28,8 @@ from npr_rollout.engine.outcomes import (
     MalformedReason,
     Outcome,
 )
-from npr_rollout.engine.request import BudgetPolicy, EarlyStop, FinishedEvent, Limits, Request, Result
-from npr_rollout.engine.sampling import Samples
-from npr_rollout.engine.trajectory import Span, Trajectory
+from npr_rollout.record.request import BudgetPolicy, EarlyStop, FinishedEvent, Limits, Request, Result
+from npr_rollout.record.trajectory import Span, Trajectory
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 DIALECT = load_dialect("npr")
@@ -307,7 +307,7 @@ def decode(requests: Sequence[Request], **config: Any) -> tuple[dict[str, Result
         for event in engine.step():
             if isinstance(event, FinishedEvent):
                 results[event.result.request_id] = event.result
-        for trajectory in engine._live.values():
+        for trajectory in engine._live:
             check_promises(trajectory)
     assert engine.status().pages_used == 0
     return results, engine

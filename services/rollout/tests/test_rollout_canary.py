@@ -16,9 +16,9 @@ from npr_rollout.canary import CanaryCheck
 from npr_rollout.engine import model_runner
 from npr_rollout.engine.config import AttentionKind, EngineConfig, KvDtype
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.outcomes import Visibility
-from npr_rollout.engine.request import FinishedEvent, Limits, Request, SamplingParams
 from npr_rollout.policy_loader import LoadedPolicy
+from npr_rollout.record.outcomes import Visibility
+from npr_rollout.record.request import FinishedEvent, Limits, Request, SamplingParams
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 TOKENIZER = tagged_tokenizer()

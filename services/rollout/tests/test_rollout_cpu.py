@@ -21,8 +21,8 @@ from npr_rollout.engine.cpu.decoder import FusedDecoder, can_fuse
 from npr_rollout.engine.cpu.packed_linear import PackedLinear, pack_weights
 from npr_rollout.engine.cpu.row_counts import RowCounts
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.outcomes import Visibility
-from npr_rollout.engine.request import FinishedEvent, Limits, Request, Result, SamplingParams
+from npr_rollout.record.outcomes import Visibility
+from npr_rollout.record.request import FinishedEvent, Limits, Request, Result, SamplingParams
 from npr_rollout.testing.models import tagged_tokenizer
 
 SIZES: dict[str, Any] = {

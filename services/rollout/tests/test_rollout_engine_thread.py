@@ -13,11 +13,11 @@ from npr_common.dialects import load_dialect
 from npr_common.errors import FailedPreconditionError, InternalError, InvalidArgumentError, UnavailableError
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.outcomes import Visibility
-from npr_rollout.engine.request import Limits, Request, SamplingParams
 from npr_rollout.engine.sampling import RandomSampler
 from npr_rollout.engine_thread import EngineThread, MakeRequest, Serving
 from npr_rollout.policy_loader import LoadedPolicy
+from npr_rollout.record.outcomes import Visibility
+from npr_rollout.record.request import Limits, Request, SamplingParams
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 TOKENIZER = tagged_tokenizer()

@@ -14,9 +14,9 @@ from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2
 from npr_common.errors import InvalidArgumentError
 from npr_common.telemetry import names
 from npr_rollout import traces
-from npr_rollout.engine.outcomes import BranchShare, Exhaustion, ForkRefusal, LimitKind, Outcome, Visibility
-from npr_rollout.engine.request import BudgetPolicy, EarlyStop, LedgerReport, Limits, Result, SamplingParams
 from npr_rollout.messages import Decoding, Origin, trajectory_message
+from npr_rollout.record.outcomes import BranchShare, Exhaustion, ForkRefusal, LimitKind, Outcome, Visibility
+from npr_rollout.record.request import BudgetPolicy, EarlyStop, LedgerReport, Limits, Result, SamplingParams
 
 FULL = sampling_pb2.BudgetPolicy(
     share=sampling_pb2.BRANCH_SHARE_FAIR,

@@ -15,9 +15,9 @@ from npr_common.tokenizers import add_tag_tokens
 from npr_common.topology import topology
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.outcomes import BranchStop, ForkRefusal, LimitKind, MalformedReason, Outcome, Visibility
-from npr_rollout.engine.request import Event, FinishedEvent, Limits, Request, Result, TokensEvent
 from npr_rollout.engine.sampling import Samples
+from npr_rollout.record.outcomes import BranchStop, ForkRefusal, LimitKind, MalformedReason, Outcome, Visibility
+from npr_rollout.record.request import Event, FinishedEvent, Limits, Request, Result, TokensEvent
 from npr_rollout.testing.models import plain_tokenizer, tagged_tokenizer, tiny_model
 
 DIALECT = load_dialect("npr")

@@ -16,11 +16,11 @@ from npr_rollout.engine.audit import audit
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.kv_pool import KvPool, KvShape, PageAccountingError
-from npr_rollout.engine.outcomes import ForkRefusal, Outcome
 from npr_rollout.engine.page_table import PageTables
 from npr_rollout.engine.prompts import SharedPrompts
-from npr_rollout.engine.request import FinishedEvent, Limits, Request, Result
 from npr_rollout.engine.sampling import Samples
+from npr_rollout.record.outcomes import ForkRefusal, Outcome
+from npr_rollout.record.request import FinishedEvent, Limits, Request, Result
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 from npr_rollout.testing.trees import TreeMaker
 

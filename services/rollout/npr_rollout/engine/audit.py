@@ -12,7 +12,7 @@ import numpy as np
 
 from npr_rollout.engine.page_table import IntArray, PageTables
 from npr_rollout.engine.prompts import SharedPrompts
-from npr_rollout.engine.trajectory import Trajectory
+from npr_rollout.record.trajectory import Trajectory
 
 
 def audit(tables: PageTables, prompts: SharedPrompts, trajectories: Iterable[Trajectory]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from npr_rollout.engine.page_table import PageTables
 from npr_rollout.engine.prompts import SharedPrompt, SharedPrompts
-from npr_rollout.engine.trajectory import Block, Span, Trajectory
+from npr_rollout.record.trajectory import Block, Span, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from npr_rollout.engine.decoder import make_decoder
 from npr_rollout.engine.feeding import Chunk
 from npr_rollout.engine.kv_pool import KvPool, KvShape
 from npr_rollout.engine.page_table import IntArray, PageTables
-from npr_rollout.engine.trajectory import Span
+from npr_rollout.record.trajectory import Span
 
 
 def kv_shape(model: Any, kv_dtype: KvDtype = KvDtype.AUTO) -> KvShape:

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +21,9 @@ import torch
 from torch import Tensor
 
 from npr_rollout.engine.cpu.draw import draw as draw_on_cpu
-from npr_rollout.engine.request import SamplingParams
-from npr_rollout.engine.trajectory import Drawn, Span
 from npr_rollout.engine.truncation import truncate
+from npr_rollout.record.request import SamplingParams
+from npr_rollout.record.trajectory import Drawn, Span
 
 _U64 = npt.NDArray[np.uint64]
 
@@ -52,12 +51,6 @@ class Sampler(Protocol):
     def sample(self, logits: Tensor, spans: Sequence[Span]) -> Samples:
         """Choose from float32 logits [N, V], one row for each of the N spans."""
         ...
-
-
-def draw_key(seed: int, prompt_ids: Sequence[int]) -> int:
-    """64 bits that fix a trajectory's draws. The prompt is part of them, so prompts with one seed are independent."""
-    content = np.asarray(prompt_ids, np.int64).tobytes() + (seed & (2**64 - 1)).to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 class RandomSampler:

@@ -14,7 +14,7 @@ from torch import Tensor
 from npr_common.tags import TagIds
 from npr_common.topology import topology
 from npr_rollout.engine.sampling import Samples
-from npr_rollout.engine.trajectory import Span
+from npr_rollout.record.trajectory import Span
 
 Place = tuple[int, int]
 """RoPE position, and branch index (-1 on the trunk): no two tokens of one trajectory share both."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from npr_rollout.engine.request import SamplingParams
+from npr_rollout.record.request import SamplingParams
 
 _HEAD = 256  # words that hold a usual nucleus; a row whose nucleus is larger is sorted as a whole
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from npr_rollout.engine.trajectory import Trajectory
+from npr_rollout.record.trajectory import Trajectory
 
 
 @dataclass(order=True, slots=True)

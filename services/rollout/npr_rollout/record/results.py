@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from npr_rollout.engine.outcomes import LimitKind, MalformedReason, Outcome
-from npr_rollout.engine.request import LedgerReport, Request, Result
-from npr_rollout.engine.trajectory import Trajectory
+from npr_rollout.record.outcomes import LimitKind, MalformedReason, Outcome
+from npr_rollout.record.request import LedgerReport, Request, Result
+from npr_rollout.record.trajectory import Trajectory
 
 
 def make_result(

@@ -16,9 +16,9 @@ from typing import Any
 from npr_common.cues import step_cue, takeaway_cue
 from npr_common.dialects import Dialect
 from npr_common.tags import Role, TagIds
-from npr_rollout.engine.budget import allowance, endings
-from npr_rollout.engine.outcomes import BranchStop, Exhaustion, LimitKind
-from npr_rollout.engine.trajectory import Block, Span, Trajectory
+from npr_rollout.record.budget import allowance, endings
+from npr_rollout.record.outcomes import BranchStop, Exhaustion, LimitKind
+from npr_rollout.record.trajectory import Block, Span, Trajectory
 
 
 @dataclass

@@ -14,10 +14,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from npr_rollout.engine.ledger import Ledger
-from npr_rollout.engine.outcomes import BranchShare, BranchStop, LimitKind
-from npr_rollout.engine.request import BudgetPolicy, EarlyStop
-from npr_rollout.engine.trajectory import Block, Span, Trajectory
+from npr_rollout.record.ledger import Ledger
+from npr_rollout.record.outcomes import BranchShare, BranchStop, LimitKind
+from npr_rollout.record.request import BudgetPolicy, EarlyStop
+from npr_rollout.record.trajectory import Block, Span, Trajectory
 
 _RECENT = 32
 """Sampled tokens whose mean log-probability says whether a branch is losing."""

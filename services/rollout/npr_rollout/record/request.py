@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from npr_rollout.engine.outcomes import (
+from npr_rollout.record.outcomes import (
     BranchShare,
     BranchStop,
     Exhaustion,

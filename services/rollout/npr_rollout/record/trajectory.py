@@ -7,21 +7,26 @@ Invariants:
   forward pass. Decoding and recomputing are therefore the same act, feeding what is not fed: after a preemption
   `fed` is zero everywhere, and the tokens, their log-probabilities and their positions stay as they are.
 - A span samples only when it is open and all its tokens are fed.
+
+What is fed, and through which rows of which pages, concerns the engine that keeps keys and values itself. One that
+leaves them to a server never feeds a span.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from npr_rollout.record.ledger import Ledger
+from npr_rollout.record.outcomes import BranchStop, LimitKind, MalformedReason
+from npr_rollout.record.request import BlockReport, BranchReport, Request
+from npr_rollout.record.trunk_grammar import TrunkGrammar
 
-from npr_rollout.engine.ledger import Ledger
-from npr_rollout.engine.outcomes import BranchStop, LimitKind, MalformedReason
-from npr_rollout.engine.prompts import SharedPrompt
-from npr_rollout.engine.request import BlockReport, BranchReport, Request
-from npr_rollout.engine.trunk_grammar import TrunkGrammar
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from npr_rollout.engine.prompts import SharedPrompt
 
 OUTSIDE = -1
 """Block and branch index of trunk spans."""
@@ -59,7 +64,7 @@ class Span:
     prompt_length: int = 0
     fed: int = 0
     row: int | None = None
-    seen: torch.Tensor | None = None
+    seen: Tensor | None = None
     streamed: int = 0
     budget: int = 0
     stop: BranchStop = BranchStop.OPEN

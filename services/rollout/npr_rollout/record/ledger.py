@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from npr_rollout.engine.outcomes import LimitKind
-from npr_rollout.engine.request import Limits
+from npr_rollout.record.outcomes import LimitKind
+from npr_rollout.record.request import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,17 @@ Invariant: the answer is a reason, never an exception; the first reason in the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from npr_common.dialects import Dialect
 from npr_common.schema import StreamingParser, ViolationCode
 from npr_common.tags import TagIds
-from npr_rollout.engine.budget import can_fork
-from npr_rollout.engine.fork_join import Cues
-from npr_rollout.engine.kv_pool import KvPool
-from npr_rollout.engine.outcomes import MalformedReason
-from npr_rollout.engine.trajectory import Trajectory
+from npr_rollout.record.budget import can_fork
+from npr_rollout.record.fork_join import Cues
+from npr_rollout.record.outcomes import MalformedReason
+from npr_rollout.record.trajectory import Trajectory
 
 _REASONS = {
     ViolationCode.NO_PLAN: MalformedReason.NO_PLAN,
@@ -29,13 +29,18 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class ForkValidator:
-    """The checks, with all that they need to know."""
+    """The checks, with all that they need to know.
+
+    Attributes:
+        can_ever_pay: whether a trajectory that forks into so many branches fits into the KV pool when it has that to
+            itself. Load is no reason to refuse: others give way.
+    """
 
     tokenizer: Any
     dialect: Dialect
     tags: TagIds
     cues: Cues
-    pool: KvPool
+    can_ever_pay: Callable[[Trajectory, int], bool]
 
     def refusal(self, trajectory: Trajectory) -> MalformedReason:
         """Why the trajectory, whose guideline has just closed, can't fork; NONE if it can."""
@@ -66,14 +71,16 @@ class ForkValidator:
         headers = [len(self.cues.header(index)) for index in range(branches)]
         if not can_fork(trajectory, headers, len(self.cues.takeaway)):
             return MalformedReason.LEDGER
-        if not self._pool_can_ever_pay(trajectory, branches):
+        if not self.can_ever_pay(trajectory, branches):
             return MalformedReason.KV_POOL
         return MalformedReason.NONE
 
-    def _pool_can_ever_pay(self, trajectory: Trajectory, branches: int) -> bool:
-        """Whether the rest of the trajectory fits if it had the pool to itself, each branch on fresh pages.
 
-        Load is no reason to refuse: the scheduler preempts others. This keeps its promise that a trajectory alone fits.
-        """
-        rest = -(-trajectory.ledger.remaining // self.pool.page_size)
-        return trajectory.pages + rest + branches + 1 <= self.pool.pages
+def fork_validator(
+    tokenizer: Any, dialect: Dialect, can_ever_pay: Callable[[Trajectory, int], bool]
+) -> ForkValidator | None:
+    """The checks for one tokenizer; None without single-token tags (before stage 2), where nothing ever forks."""
+    tags = TagIds.from_tokenizer(tokenizer, dialect)
+    if tags is None:
+        return None
+    return ForkValidator(tokenizer, dialect, tags, Cues(tokenizer, dialect, tags), can_ever_pay)
