@@ -7,6 +7,7 @@ fork, join and end by the rules of `record`; an end gives back every page and ma
 Invariants:
 - One thread calls it. One policy at a time; every token of a trajectory is of one policy version.
 - After `step` returns, every page is held by a trajectory that runs, or free.
+- No part refers back to the engine: its memory goes with the last reference to it, not when a collector runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,10 +78,12 @@ class Engine:
             self._pool, self._prompts, self._feeder, self.config.max_running, self.config.prefill_tokens
         )
         self._sampler = sampler or RandomSampler()
-        validator = fork_validator(tokenizer, dialect, self._can_ever_pay)
+        validator = fork_validator(tokenizer, dialect, partial(_can_ever_pay, self._pool))
         cues = validator.cues if validator is not None else None
         self._live = LiveTrajectories(dialect, cues, policy_version, clock, self._feeder.release)
-        self._growth = Growth(self._live, eos_ids(model, tokenizer), validator, self._new_body)
+        self._growth = Growth(
+            self._live, eos_ids(model, tokenizer), validator, partial(_new_body, self._pool, self._vocab_size)
+        )
         self._counts: Counter[str] = Counter()
         self._seconds = Stopwatch()
 
@@ -182,18 +186,18 @@ class Engine:
         self._live.stream(self._scheduler.running)
         self._scheduler.remove_finished()
 
-    # --- what the rules ask for ---
 
-    def _can_ever_pay(self, trajectory: Trajectory, branches: int) -> bool:
-        """Whether the rest of a trajectory fits if it has the pool to itself, each branch on fresh pages.
+def _can_ever_pay(pool: KvPool, trajectory: Trajectory, branches: int) -> bool:
+    """Whether the rest of a trajectory fits if it has the pool to itself, each branch on fresh pages.
 
-        This keeps the scheduler's promise that a trajectory alone fits.
-        """
-        rest = -(-trajectory.ledger.remaining // self._pool.page_size)
-        return trajectory.pages + rest + branches + 1 <= self._pool.pages
+    This keeps the scheduler's promise that a trajectory alone fits.
+    """
+    rest = -(-trajectory.ledger.remaining // pool.page_size)
+    return trajectory.pages + rest + branches + 1 <= pool.pages
 
-    def _new_body(self) -> torch.Tensor:
-        return self._pool.keys[0].new_zeros(self._vocab_size, dtype=torch.bool)
+
+def _new_body(pool: KvPool, vocab_size: int) -> torch.Tensor:
+    return pool.keys[0].new_zeros(vocab_size, dtype=torch.bool)
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
