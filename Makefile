@@ -6,8 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := libs/npr_common libs/npr_client services/buffer services/reward services/rollout services/learner services/controller
-MODULES := npr_common npr_client npr_buffer npr_reward npr_rollout npr_learner npr_controller
+PACKAGES := libs/npr_common libs/npr_sampling libs/npr_client services/buffer services/reward services/rollout services/learner services/controller
 STAMP := $(VENV)/.ready
 
 # Spinning OpenMP threads make small models several times slower where cores are shared.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from npr_common.dialects import Dialect
 from npr_common.errors import AlreadyExistsError
-from npr_rollout.record.draws import draw_key
 from npr_rollout.record.fork_join import Cues, end_open_branches
 from npr_rollout.record.ledger import Ledger, ResolvedLimits
 from npr_rollout.record.outcomes import BranchStop, LimitKind, MalformedReason, Outcome, Visibility
@@ -21,6 +20,7 @@ from npr_rollout.record.request import Event, FinishedEvent, Request, TokensEven
 from npr_rollout.record.results import make_result, refused
 from npr_rollout.record.trajectory import Trajectory
 from npr_rollout.record.trunk_grammar import TrunkGrammar
+from npr_sampling import draw_key
 
 
 class LiveTrajectories:

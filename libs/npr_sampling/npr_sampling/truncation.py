@@ -15,20 +15,33 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from npr_rollout.record.request import SamplingParams
-
 _HEAD = 256  # words that hold a usual nucleus; a row whose nucleus is larger is sorted as a whole
 
 
-def truncate(logits: Tensor, params: Sequence[SamplingParams], temperatures: Tensor) -> Tensor:
+class Cut(Protocol):
+    """What one row asks for: the k likeliest tokens (0: all), nucleus mass in (0, 1], least share of the likeliest."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+
+
+def truncate(logits: Tensor, params: Sequence[Cut], temperatures: Tensor) -> Tensor:
     """Set what is cut off to -inf.
 
     Args:
         logits: float32 [N, V], before temperature.
+        params: one a row.
         temperatures: float32 [N]; rows of temperature 0 are left as they are.
     """
     groups = defaultdict(list)
