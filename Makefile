@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := libs/npr_common libs/npr_sampling libs/npr_client services/buffer services/reward services/rollout services/learner services/controller
+PACKAGES := libs/npr_common libs/npr_sampling libs/npr_sglang libs/npr_client services/buffer services/reward services/rollout services/learner services/controller
 STAMP := $(VENV)/.ready
 
 # Spinning OpenMP threads make small models several times slower where cores are shared.

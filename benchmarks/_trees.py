@@ -16,9 +16,10 @@ from npr_common.tags import Role
 from npr_common.tasks import MultipartTask, Split
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.script import Script, ScriptedSampler
+from npr_rollout.engine.scripted import ScriptedSampler
 from npr_rollout.record.outcomes import Outcome, Visibility
 from npr_rollout.record.request import FinishedEvent, Limits, Request
+from npr_rollout.record.script import Script
 from npr_rollout.testing.trees import Tree
 
 PAGE_SIZE = 16

@@ -1,6 +1,6 @@
 """Parallel against autoregressive decoding of the same token trees by the same engine, and both against their bounds.
 
-The trees are forced (`engine/script.py`): every rival decodes the same tokens of the same responses.
+The trees are forced (`record/script.py`): every rival decodes the same tokens of the same responses.
 
 - `parallel`: fork and join, as the trees say; forced tokens are fed in one pass.
 - `autoregressive`: the same responses as one causal sequence each, in the same batch, by the same engine.

@@ -18,10 +18,11 @@ from npr_common.errors import DataLossError, FailedPreconditionError, NprError
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.model_runner import kv_shape
-from npr_rollout.engine.script import Script, ScriptedSampler
+from npr_rollout.engine.scripted import ScriptedSampler
 from npr_rollout.policy_loader import LoadedPolicy
 from npr_rollout.record.outcomes import Visibility
 from npr_rollout.record.request import Limits, Request
+from npr_rollout.record.script import Script
 
 _NAME = "canary"
 _PREFILL_TOKENS = 8  # several chunks, so that later ones read from pages what earlier ones wrote

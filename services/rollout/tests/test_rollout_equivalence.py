@@ -14,9 +14,10 @@ from npr_common.tags import Role
 from npr_common.topology import SpanKind, topology
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.script import Script, ScriptedSampler
+from npr_rollout.engine.scripted import ScriptedSampler
 from npr_rollout.record.outcomes import Outcome
 from npr_rollout.record.request import FinishedEvent, Request, Result, SamplingParams
+from npr_rollout.record.script import Script
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 from npr_rollout.testing.trees import Tree, TreeMaker
 

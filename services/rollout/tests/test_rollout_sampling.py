@@ -17,9 +17,10 @@ from npr_common.errors import InvalidArgumentError
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.sampling import RandomSampler
-from npr_rollout.engine.script import Script, ScriptedSampler
+from npr_rollout.engine.scripted import ScriptedSampler
 from npr_rollout.record.outcomes import Visibility
 from npr_rollout.record.request import FinishedEvent, Limits, Request, Result, SamplingParams, TokensEvent
+from npr_rollout.record.script import Script
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 from npr_rollout.testing.trees import TreeMaker
 

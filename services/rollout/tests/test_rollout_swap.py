@@ -20,12 +20,12 @@ from npr_common.errors import FailedPreconditionError, InternalError, Unavailabl
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.sampling import RandomSampler, Samples
-from npr_rollout.engine.script import Script
 from npr_rollout.engine_thread import EngineThread, MakeRequest, Serving
 from npr_rollout.engines import PROGRESS_STEPS, Engines
 from npr_rollout.policy_loader import LoadedPolicy
 from npr_rollout.record.outcomes import Outcome, Visibility
 from npr_rollout.record.request import FinishedEvent, Limits, Request, Result, SamplingParams, TokensEvent
+from npr_rollout.record.script import Script
 from npr_rollout.serving import Submission
 from npr_rollout.swap import InFlight, Swap, Swapped
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model

@@ -22,7 +22,7 @@ import torch
 
 from npr_common.dialects import Dialect
 from npr_common.errors import InternalError
-from npr_rollout.engine.admission import check_request, resolve_limits
+from npr_rollout.engine.admission import resolve_limits
 from npr_rollout.engine.audit import audit
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.feeding import Feeder
@@ -33,6 +33,7 @@ from npr_rollout.engine.prompts import SharedPrompts
 from npr_rollout.engine.sampling import RandomSampler, Sampler
 from npr_rollout.engine.scheduler import Scheduler
 from npr_rollout.engine.stopwatch import Stopwatch
+from npr_rollout.record.admission import check_request
 from npr_rollout.record.growth import Growth
 from npr_rollout.record.live import LiveTrajectories
 from npr_rollout.record.outcomes import Outcome

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,13 +72,9 @@ def _raw_log_probs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingPara
 
 def _penalise(logits: Tensor, spans: Sequence[Span]) -> Tensor:
     """The repetition penalty, on the spans that have it."""
-    rows = [(i, span) for i, span in enumerate(spans) if span.seen is not None]
-    return penalise(
-        logits,
-        [i for i, _ in rows],
-        [span.seen for _, span in rows if span.seen is not None],
-        [span.owner.request.sampling.repetition_penalty for _, span in rows],
-    )
+    rows = [i for i, span in enumerate(spans) if span.seen is not None]
+    seen = [cast(Tensor, spans[i].seen) for i in rows]
+    return penalise(logits, rows, seen, [spans[i].owner.request.sampling.repetition_penalty for i in rows])
 
 
 def _uniforms(spans: Sequence[Span]) -> npt.NDArray[np.float64]:

@@ -16,8 +16,8 @@ from collections import Counter
 from npr_rollout.engine.feeding import Chunk, Feeder
 from npr_rollout.engine.kv_pool import KvPool, PageAccountingError
 from npr_rollout.engine.prompts import SharedPrompts
-from npr_rollout.engine.waiting_line import WaitingLine
 from npr_rollout.record.trajectory import Span, Trajectory
+from npr_rollout.record.waiting_line import WaitingLine
 
 _SHORT = 64  # tokens; what a fork or a join adds goes before prompts, so that those who decode keep decoding
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from npr_common.schema import State
 from npr_rollout.record.fork_join import end_branch, enforce_budgets, fork, join
 from npr_rollout.record.live import LiveTrajectories
 from npr_rollout.record.outcomes import BranchStop, ForkRefusal, LimitKind, MalformedReason, Outcome
-from npr_rollout.record.trajectory import Drawn, Span, Trajectory
+from npr_rollout.record.trajectory import Body, Drawn, Span, Trajectory
 from npr_rollout.record.trunk_grammar import TagVerdict
 from npr_rollout.record.validation import ForkValidator
 
@@ -34,7 +33,7 @@ class Growth:
         live: LiveTrajectories,
         eos: frozenset[int],
         validator: ForkValidator | None,
-        new_body: Callable[[], Any],
+        new_body: Callable[[], Body],
     ) -> None:
         """Rules for one tokenizer and dialect.
 
@@ -172,6 +171,6 @@ class Growth:
     def _malformed(self, trajectory: Trajectory, reason: MalformedReason, message: str) -> None:
         self._live.finish(trajectory, Outcome.MALFORMED, message, reason=reason)
 
-    def _body(self, trajectory: Trajectory) -> Any:
+    def _body(self, trajectory: Trajectory) -> Body | None:
         """What a step's body has said so far: nothing. None when no penalty is on."""
         return None if trajectory.request.sampling.repetition_penalty == 1.0 else self._new_body()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from npr_rollout.record.ledger import Ledger
 from npr_rollout.record.outcomes import BranchStop, LimitKind, MalformedReason
@@ -24,12 +24,18 @@ from npr_rollout.record.request import BlockReport, BranchReport, Request
 from npr_rollout.record.trunk_grammar import TrunkGrammar
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from npr_rollout.engine.prompts import SharedPrompt
 
 OUTSIDE = -1
 """Block and branch index of trunk spans."""
+
+
+class Body(Protocol):
+    """What a step's body has said, for the repetition penalty: `body[token] = True` for each of its tokens."""
+
+    def __setitem__(self, token: int, said: bool, /) -> None: ...
+
+    def __len__(self) -> int: ...
 
 
 class Drawn(NamedTuple):
@@ -49,7 +55,7 @@ class Span:
         prompt_length: how many of the tokens are the prompt's; not zero in the first span only.
         log_probs: one a token after the prompt; likewise `forced`, and `raw_log_probs` where they are asked for.
         row: its table; None until it is fed, and after it has been joined.
-        seen: bool [V], tokens that the step's body holds; None without a penalty.
+        seen: which tokens the step's body holds; None without a penalty.
         streamed: tokens that have been told to the client.
     """
 
@@ -64,7 +70,7 @@ class Span:
     prompt_length: int = 0
     fed: int = 0
     row: int | None = None
-    seen: Tensor | None = None
+    seen: Body | None = None
     streamed: int = 0
     budget: int = 0
     stop: BranchStop = BranchStop.OPEN

@@ -1,47 +1,16 @@
-"""Decoding a tree that is known already: the engine runs as ever, but the tokens are given.
-
-Used where the same trees must be decoded twice, in tests and benchmarks, and to have the engine's logits for them.
-"""
+"""Decoding a tree that is known already: the engine runs as ever, but the tokens are given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from npr_common.tags import TagIds
-from npr_common.topology import topology
 from npr_rollout.engine.sampling import Samples
+from npr_rollout.record.script import Script
 from npr_rollout.record.trajectory import Span
-
-Place = tuple[int, int]
-"""RoPE position, and branch index (-1 on the trunk): no two tokens of one trajectory share both."""
-
-
-@dataclass(frozen=True)
-class Script:
-    """What a trajectory's spans say.
-
-    Attributes:
-        tokens: the token at each place after the prompt.
-        index: where in the canonical list it stands.
-    """
-
-    tokens: Mapping[Place, int]
-    index: Mapping[Place, int]
-
-    @classmethod
-    def of(cls, token_ids: Sequence[int], prompt_length: int, tags: TagIds | None) -> Script:
-        """The script of a trajectory in canonical order; without `tags` it is decoded as one causal sequence."""
-        if tags is None:
-            places = [(position, -1) for position in range(len(token_ids))]
-        else:
-            tree = topology(token_ids, prompt_length, tags)
-            places = [(p, b) for p, b in zip(tree.positions.tolist(), tree.branch_of.tolist(), strict=True)]
-        after_prompt = range(prompt_length, len(token_ids))
-        return cls({places[i]: token_ids[i] for i in after_prompt}, {places[i]: i for i in after_prompt})
 
 
 @dataclass

@@ -1,0 +1,259 @@
+"""The wire to an SGLang server: requests out, tokens in.
+
+Invariants:
+- It knows streams of tokens; nothing of trajectories.
+- Every stream that was begun ends in one `Ended`, whatever becomes of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import aiohttp
+
+from npr_common.errors import FailedPreconditionError, UnavailableError
+from npr_rollout.record.request import SamplingParams
+from npr_rollout.record.trajectory import Drawn
+from npr_sglang.contract import EVICTED, INVALID, KEY, NO_ROOM, STATE_KEY, Params
+
+_RAW = "npr_raw_log_probs"
+_ALL_TOKENS = -1  # what the server takes for no top_k
+_CONTROL_SECONDS = 600.0
+_ABORT_SECONDS = 10.0
+_KEEPALIVE_SECONDS = 1.0  # less than the server's 5: it must not close a connection that is taken up again
+
+
+class End(Enum):
+    """Why a stream ended."""
+
+    STOPPED = "stopped"
+    """At one of its stop ids."""
+    LENGTH = "length"
+    """It has as many tokens as it asked for."""
+    ABORTED = "aborted"
+    """Somebody aborted it."""
+    EVICTED = "evicted"
+    """A branch that it stands on is not in the cache any more."""
+    NO_ROOM = "no_room"
+    """It never fits into the server's pool."""
+    REFUSED = "refused"
+    """The server takes it for wrong."""
+    LOST = "lost"
+    """The server does not answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A stream to be decoded.
+
+    Attributes:
+        name: unique; `abort` takes its beginning.
+        tokens: all of its input.
+        stop: ids after which it ends.
+        params: for the plug-in; None where the server has none.
+    """
+
+    name: str
+    tokens: list[int]
+    max_tokens: int
+    stop: tuple[int, ...]
+    sampling: SamplingParams
+    params: Params | None
+
+    def body(self) -> dict[str, Any]:
+        """As the server takes it."""
+        sampling = {
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "top_k": self.sampling.top_k or _ALL_TOKENS,
+            "min_p": self.sampling.min_p,
+            "max_new_tokens": self.max_tokens,
+            "stop_token_ids": list(self.stop),
+            "ignore_eos": not self.stop,
+        }
+        if self.params is not None:
+            sampling["custom_params"] = {KEY: self.params.to_dict()}
+        return {
+            "rid": self.name,
+            "input_ids": self.tokens,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "stream": True,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of a stream."""
+
+    name: str
+    drawn: list[Drawn]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a stream.
+
+    Attributes:
+        retractions: how often the server took its memory away and computed it again.
+    """
+
+    name: str
+    end: End
+    message: str = ""
+    retractions: int = 0
+
+
+Sink = Callable[[Tokens | Ended], None]
+
+
+class SglangClient:
+    """One server. Made and used in one event loop."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+            read_bufsize=1 << 20,
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    # --- decoding ---
+
+    async def stream(self, ask: Ask, sink: Sink) -> None:
+        """Decode; the sink gets what comes, and the end."""
+        ended = Ended(ask.name, End.LOST, "The server closed the stream.")
+        try:
+            async with self._session.post(f"{self.url}/generate", json=ask.body()) as answer:
+                if answer.status != 200:
+                    ended = Ended(ask.name, *_refusal(await answer.text()))
+                    return
+                async for message in _messages(answer):
+                    drawn, end = _read(ask.name, message)
+                    if drawn:
+                        sink(Tokens(ask.name, drawn))
+                    if end is not None:
+                        ended = end
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            ended = Ended(ask.name, End.LOST, f"{type(error).__name__}: {error}")
+        finally:
+            sink(ended)
+
+    async def abort(self, prefix: str) -> None:
+        """Abort all streams whose names begin so. Says nothing: their ends do, or the server is gone."""
+        try:
+            await self._post("/abort_request", {"rid": prefix}, _ABORT_SECONDS)
+        except UnavailableError:
+            return
+
+    # --- control ---
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers."""
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def info(self) -> Mapping[str, Any]:
+        """What the server says of itself; with the plug-in, its counters under `npr`."""
+        try:
+            async with self._session.get(f"{self.url}/server_info", timeout=aiohttp.ClientTimeout(total=60)) as answer:
+                told: dict[str, Any] = await answer.json(content_type=None)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise UnavailableError(f"The SGLang server at {self.url} does not answer: {error}") from error
+        states = told.get("internal_states") or [{}]
+        return {**told, STATE_KEY: states[0].get(STATE_KEY)}
+
+    async def flush(self) -> None:
+        """Forget all keys and values, once nothing runs any more."""
+        await self._post(f"/flush_cache?timeout={_CONTROL_SECONDS:.0f}", None, _CONTROL_SECONDS)
+
+    async def load(self, folder: str, version: str) -> None:
+        """Serve the weights in a folder; the cache is flushed.
+
+        Raises:
+            FailedPreconditionError: the server can't serve them; what it serves now is not known.
+        """
+        body = {"model_path": folder, "weight_version": version, "flush_cache": True, "abort_all_requests": False}
+        await self._post("/update_weights_from_disk", body, _CONTROL_SECONDS)
+
+    async def sleep(self) -> None:
+        """Give the memory of weights, keys and values to others; nothing may run."""
+        await self._post("/release_memory_occupation", {}, _CONTROL_SECONDS)
+
+    async def wake(self) -> None:
+        """Take the memory back. The weights have to be loaded again."""
+        await self._post("/resume_memory_occupation", {}, _CONTROL_SECONDS)
+
+    async def _post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> None:
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with self._session.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
+                text = await answer.text()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise UnavailableError(f"The SGLang server at {self.url} does not answer {path}: {error}") from error
+        if answer.status != 200:
+            raise FailedPreconditionError(f"The SGLang server refuses {path}: {text[:500]}")
+
+
+async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
+    """The server-sent events of an answer."""
+    async for line in answer.content:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            message: dict[str, Any] = json.loads(line[6:])
+            yield message
+
+
+def _read(name: str, message: Mapping[str, Any]) -> tuple[list[Drawn], Ended | None]:
+    if "error" in message:
+        return [], Ended(name, *_refusal(json.dumps(message)))
+    meta = message["meta_info"]
+    log_probs = meta.get("output_token_logprobs") or []
+    raw = meta.get(_RAW) or [0.0] * len(log_probs)
+    drawn = [Drawn(token, log_prob, float(r or 0.0)) for (log_prob, token, *_), r in zip(log_probs, raw, strict=False)]
+    reason = meta.get("finish_reason")
+    if reason is None:
+        return drawn, None
+    end = {"stop": End.STOPPED, "length": End.LENGTH}.get(reason["type"], End.ABORTED)
+    text = str(reason.get("message") or "")
+    if end is End.ABORTED:
+        end = _kind(text, End.ABORTED)
+    return drawn, Ended(name, end, text, int(meta.get("num_retractions") or 0))
+
+
+def _refusal(text: str) -> tuple[End, str]:
+    return _kind(text, End.REFUSED), text[:500]
+
+
+def _kind(text: str, otherwise: End) -> End:
+    for mark, end in ((EVICTED, End.EVICTED), (NO_ROOM, End.NO_ROOM), (INVALID, End.REFUSED)):
+        if mark in text:
+            return end
+    return otherwise
+
+
+async def wait_until_healthy(client: SglangClient, is_alive: Callable[[], bool], seconds: float) -> None:
+    """Returns when the server answers.
+
+    Raises:
+        UnavailableError: its process has ended, or the time is up.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while not await client.is_healthy():
+        if not is_alive():
+            raise UnavailableError("The SGLang server ended while it started; its log says why.")
+        if loop.time() > end:
+            raise UnavailableError(f"The SGLang server did not answer within {seconds:.0f} s; its log says why.")
+        await asyncio.sleep(0.2)
