@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_TOKENS = 32
 """Long enough for several KV pages and chunks of a prefill."""
@@ -38,6 +38,12 @@ class Canary(BaseModel):
     token_ids: TokenIds
     likeliest: TokenIds
     log_probs: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Canary:
+        if len(self.log_probs) != len(self.likeliest):
+            raise ValueError(f"{len(self.likeliest)} tokens, but {len(self.log_probs)} log-probabilities")
+        return self
 
     @classmethod
     def of(cls, token_ids: tuple[int, ...], log_probs: npt.NDArray[np.float32]) -> Canary:

@@ -10,15 +10,25 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import fsspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from npr.types.v1 import policy_pb2
 from npr_common.canary import Canary
-from npr_common.errors import AlreadyExistsError, DataLossError, NotFoundError
+from npr_common.errors import AlreadyExistsError, DataLossError, InvalidArgumentError, NotFoundError
 from npr_common.files import write_atomically
+
+
+def _check_file_name(name: str) -> str:
+    """A file lies in the policy's folder, and nowhere else."""
+    if name in {"", ".", ".."} or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the plain name of a file")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_check_file_name)]
 
 
 class PolicyMetadata(BaseModel):
@@ -45,7 +55,7 @@ class Manifest(BaseModel):
 
     line: str
     version: int
-    files: dict[str, str]
+    files: dict[FileName, str]
     metadata: PolicyMetadata
 
     def encode(self) -> bytes:
@@ -85,6 +95,11 @@ class PolicyStore:
         A repeat with equal content answers with the same reference. Raises `AlreadyExistsError` when the version
         exists with other content or a newer one exists, `ResourceExhaustedError` when the disk is full.
         """
+        for name in files:
+            try:
+                _check_file_name(name)
+            except ValueError as error:
+                raise InvalidArgumentError(f"a policy is a flat folder, but {error}") from error
         hashes = {name: self._put_blob(content) for name, content in sorted(files.items())}
         manifest = Manifest(line=line, version=version, files=hashes, metadata=metadata)
         path, content = self._manifest_path(line, version), manifest.encode()
@@ -112,11 +127,12 @@ class PolicyStore:
             return None
 
     def manifest(self, ref: policy_pb2.PolicyRef) -> Manifest:
-        """The verified manifest. Raises `NotFoundError`, or `DataLossError` when its bytes are not the digest's."""
-        fs, path = fsspec.core.url_to_fs(ref.manifest_url)
-        if not fs.exists(path):
-            raise NotFoundError(f"policy {ref.line} version {ref.version} is not at {ref.manifest_url}")
-        content = fs.cat_file(path)
+        """The verified manifest.
+
+        Raises `NotFoundError`, `DataLossError` when its bytes are not the digest's, `InvalidArgumentError` when the URL
+        is none that can be read.
+        """
+        content = self._read_manifest(ref)
         if hashlib.sha256(content).hexdigest() != ref.digest:
             raise DataLossError(f"the manifest {ref.manifest_url} is corrupt: its hash is not {ref.digest}")
         try:
@@ -125,6 +141,19 @@ class PolicyStore:
             raise DataLossError(
                 f"the manifest {ref.manifest_url} can't be read: {error.error_count()} errors"
             ) from error
+
+    def _read_manifest(self, ref: policy_pb2.PolicyRef) -> bytes:
+        """Whatever else the URL of a reference leads to, it is no policy."""
+        try:
+            fs, path = fsspec.core.url_to_fs(ref.manifest_url)
+            content: bytes = fs.cat_file(path)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            message = f"policy {ref.line} version {ref.version} is not at {ref.manifest_url!r}"
+            raise NotFoundError(message) from error
+        except (ValueError, ImportError) as error:  # what fsspec raises on URLs that it does not know
+            message = f"the manifest URL {ref.manifest_url!r} of policy {ref.line} can't be read: {error}"
+            raise InvalidArgumentError(message) from error
+        return content
 
     def materialize(self, ref: policy_pb2.PolicyRef) -> Path:
         """A local Hugging Face folder with the policy's files, every one verified by its hash.

@@ -27,7 +27,7 @@ def encode_messages(tokenizer: Any, messages: Sequence[prompt_pb2.ChatMessage]) 
     """A conversation's ids.
 
     Raises:
-        InvalidArgumentError: the tokenizer has no chat template.
+        InvalidArgumentError: the tokenizer has no chat template, or it refuses the conversation.
     """
     if not tokenizer.chat_template:
         raise InvalidArgumentError(
@@ -35,6 +35,11 @@ def encode_messages(tokenizer: Any, messages: Sequence[prompt_pb2.ChatMessage]) 
             reason="NO_CHAT_TEMPLATE",
         )
     turns = [{"role": message.role, "content": message.content} for message in messages]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's: it raises what it likes
+        raise InvalidArgumentError(
+            f"The model's chat template refuses these messages: {error}", reason="CHAT_TEMPLATE"
+        ) from error
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids

@@ -6,6 +6,7 @@ work came, a lease is about to end, or the re-check interval passes; it never po
 """
 
 import asyncio
+import json
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LeaseAsk:
-    """What a worker asks for. `prefer` and `need` are policy keys, or `ANY_POLICY`."""
+    """What a worker asks for. `prefer` and `need` are policy keys, or `ANY_POLICY`; `avoid` names those passed over."""
 
     request_id: str
     worker_id: str
@@ -32,11 +33,12 @@ class LeaseAsk:
     prefer: str = keys.ANY_POLICY
     only_preferred: bool = False
     need: str = keys.ANY_POLICY
+    avoid: tuple[str, ...] = ()
 
     @property
     def filters(self) -> list[str | bytes | int]:
-        """Script arguments: prefer, only, need."""
-        return [self.prefer, int(self.only_preferred), self.need]
+        """Script arguments: prefer, only, need, avoid."""
+        return [self.prefer, int(self.only_preferred), self.need, json.dumps(self.avoid)]
 
 
 @dataclass(frozen=True)

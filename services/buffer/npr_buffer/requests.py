@@ -10,6 +10,7 @@ from npr_buffer.store import keys
 from npr_common.errors import InvalidArgumentError
 
 MAX_GROUPS_PER_ENQUEUE = 4096
+MAX_AVOIDED_POLICIES = 256
 MAX_TRAJECTORIES_PER_APPEND = 256
 MAX_SAMPLES_PER_GROUP = 4096
 LEASE_SECONDS = (1.0, 3600.0)
@@ -59,6 +60,8 @@ def lease_ask(request: buffer_pb2.LeaseGroupsRequest) -> LeaseAsk:
     violations |= _out_of_range("wait_seconds", request.wait_seconds, WAIT_SECONDS)
     if request.max_groups < 1:
         violations["max_groups"] = "ask for at least 1 group"
+    if len(request.avoid_policies) > MAX_AVOIDED_POLICIES:
+        violations["avoid_policies"] = f"name at most {MAX_AVOIDED_POLICIES}, not {len(request.avoid_policies)}"
     check(violations)
     known = request.HasField("prefer_policy")
     return LeaseAsk(
@@ -68,6 +71,7 @@ def lease_ask(request: buffer_pb2.LeaseGroupsRequest) -> LeaseAsk:
         lease_ms=int(request.lease_seconds * 1000),
         prefer=keys.policy_key(request.prefer_policy) if known else keys.ANY_POLICY,
         only_preferred=request.only_preferred,
+        avoid=tuple(keys.policy_key(ref) if ref.line else keys.NO_POLICY for ref in request.avoid_policies),
     )
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from npr_common.canary import canary_prompt
-from npr_common.errors import DataLossError, FailedPreconditionError, NprError
+from npr_common.errors import DataLossError, FailedPreconditionError, InvalidArgumentError, NprError
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.model_runner import kv_shape
@@ -80,6 +80,11 @@ class CanaryCheck:
             self._engine.submit(Request(_NAME, self._prompt, limits=limits, visibility=Visibility.SEQUENTIAL))
             while not self._engine.idle:
                 self._engine.step()
+        except InvalidArgumentError as error:
+            name = f"policy {self._policy.ref.line} version {self._policy.ref.version}"
+            raise DataLossError(
+                f"The canary of {name} is not of its model: {error.message}", reason="CANARY"
+            ) from error
         except NprError:
             raise
         except Exception as error:

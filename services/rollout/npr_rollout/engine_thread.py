@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -54,6 +54,11 @@ class EngineThread:
     def policy(self) -> policy_pb2.PolicyRef | None:
         """What new requests are decoded with."""
         return self._engines.policy
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer; None when nothing is served."""
+        return self._engines.tokenizer
 
     @property
     def in_flight(self) -> int:

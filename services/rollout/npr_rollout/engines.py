@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from typing import Any
 
 from npr.types.v1 import policy_pb2
 from npr_common.errors import FailedPreconditionError, InternalError, NprError, UnavailableError
@@ -59,6 +60,12 @@ class Engines:
         """What new requests are decoded with."""
         current = self._current
         return current.policy.ref if current is not None else None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of what new requests are decoded with; None when nothing is served."""
+        current = self._current
+        return current.policy.tokenizer if current is not None else None
 
     @property
     def in_flight(self) -> int:

@@ -20,7 +20,7 @@ from npr.types.v1 import sampling_pb2, trajectory_pb2
 from npr_common.errors import InvalidArgumentError, NotFoundError
 from npr_common.rpc import call_durably, rpc_errors
 from npr_common.telemetry import current_traceparent
-from npr_rollout.messages import Decoding, timestamp
+from npr_rollout.messages import Decoding, check_policy_ref, timestamp
 from npr_rollout.record.outcomes import ForkRefusal
 
 JOBS_RUN = "jobs"
@@ -136,6 +136,8 @@ def _check(request: rollout_pb2.SubmitJobRequest) -> None:
         raise InvalidArgumentError(
             "The job can't be submitted: " + "; ".join(f"{k}: {v}" for k, v in bad.items()), field_violations=bad
         )
+    if request.HasField("policy"):
+        check_policy_ref(request.policy)
     Decoding.parse(request.decoding, default_refusal=ForkRefusal.SERIALIZE)
 
 

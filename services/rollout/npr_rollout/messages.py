@@ -104,7 +104,10 @@ class Origin:
 def trajectory_message(
     result: Result, origin: Origin, policy: policy_pb2.PolicyRef, tokenizer: Any, traceparent: str = ""
 ) -> trajectory_pb2.Trajectory:
-    """The contract's trajectory: ids, log-probs, flags, version and accounts in one message."""
+    """The contract's trajectory: ids, log-probs, flags, version and accounts in one message.
+
+    `tokenizer` may be None where there are no tokens: a request that was refused before its policy was loaded.
+    """
     prompt, response = result.token_ids[: result.prompt_length], result.token_ids[result.prompt_length :]
     return trajectory_pb2.Trajectory(
         trajectory_id=origin.trajectory_id,
@@ -123,15 +126,29 @@ def trajectory_message(
         branch_truncated=result.branch_truncated,
         serialized_blocks=result.serialized_blocks,
         ledger=_ledger(result.ledger),
-        response_text=tokenizer.decode(response, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        response_text=_text(tokenizer, response, skip_special_tokens=True),
         started_at=timestamp(result.started_at),
         finished_at=timestamp(result.finished_at),
         message=result.message,
         traceparent=traceparent,
         metadata=dict(origin.prompt.metadata),
-        prompt_text=tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        prompt_text=_text(tokenizer, prompt, skip_special_tokens=False),
         raw_log_probs=result.raw_log_probs,
     )
+
+
+def check_policy_ref(ref: policy_pb2.PolicyRef) -> None:
+    """Raises InvalidArgumentError when a reference can't be one that a policy store has given."""
+    if not (ref.line and ref.digest and ref.manifest_url):
+        message = "Name the policy with its line, digest and manifest_url, as it was published."
+        raise InvalidArgumentError(message, field_violations={"policy": message})
+
+
+def _text(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+    if not tokens:
+        return ""
+    text: str = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    return text
 
 
 def timestamp(seconds: float) -> Timestamp:

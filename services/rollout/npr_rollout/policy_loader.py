@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from npr.types.v1 import policy_pb2
 from npr_common.canary import Canary
 from npr_common.dialects import Dialect, DialectError, load_dialect
-from npr_common.errors import DataLossError, FailedPreconditionError, NotFoundError
+from npr_common.errors import DataLossError, FailedPreconditionError, NotFoundError, NprError, UnavailableError
 from npr_common.policy_store import PolicyStore
 from npr_common.threads import in_own_thread
 from npr_common.tokenizers import TokenizerError, load_tokenizer
@@ -83,7 +83,16 @@ class PolicyLoader:
 
     def _load_alone(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
         with self._loading:
-            return self._load(ref)
+            try:
+                return self._load(ref)
+            except (NprError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except OSError as error:  # a full disk, a store that is away: it may be well again
+                message = f"policy {ref.line} version {ref.version} can't be fetched: {error}"
+                raise UnavailableError(message) from error
+            except Exception as error:  # whatever its files make of transformers and torch
+                message = f"policy {ref.line} version {ref.version} can't be loaded: {type(error).__name__}: {error}"
+                raise FailedPreconditionError(message) from error
 
     def _load(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
         manifest = self._store.manifest(ref)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from npr.types.v1 import policy_pb2
-from npr_common.errors import FailedPreconditionError
+from npr_common.errors import FailedPreconditionError, NprError
 from npr_common.telemetry import meter, names
 from npr_common.threads import in_own_thread
 from npr_rollout.canary import CanaryCheck
@@ -84,20 +84,24 @@ class PolicySwitch:
     async def _swap(self, ref: policy_pb2.PolicyRef, in_flight: InFlight) -> Swapped:
         await self._engine.check_can_swap()
         policy = await self._loader.load(ref)
-        config = engine_config(policy, self._settings)
-        await self._check(policy, config)
+        config = await self._check(policy)
         swapped = await self._engine.replace(partial(_serving, policy, config), in_flight)
         self._swaps.add(1, {"in_flight": in_flight.name.lower()})
         log.info("serving %s (%s), %d requests aborted", _name(ref), ref.digest[:12], swapped.aborted)
         return swapped
 
-    async def _check(self, policy: LoadedPolicy, config: EngineConfig) -> None:
-        """The canary forward, on pages of its own, which are free again afterwards."""
+    async def _check(self, policy: LoadedPolicy) -> EngineConfig:
+        """The canary forward, on pages of its own, which are free again afterwards; the engine's sizes."""
         try:
+            config = engine_config(policy, self._settings)
             check = await in_own_thread(CanaryCheck, policy, config)
-        except RuntimeError as error:  # what torch raises, also where memory is short
-            raise FailedPreconditionError(f"Policy {_name(policy.ref)} can't be served here: {error}") from error
+        except NprError:
+            raise
+        except Exception as error:  # whatever its sizes make of the engine, also where memory is short
+            message = f"Policy {_name(policy.ref)} can't be served here: {type(error).__name__}: {error}"
+            raise FailedPreconditionError(message) from error
         await self._engine.between_steps(check.run)
+        return config
 
 
 def engine_config(policy: LoadedPolicy, settings: RolloutSettings) -> EngineConfig:

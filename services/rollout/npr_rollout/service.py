@@ -15,7 +15,7 @@ from npr.buffer.v1 import buffer_pb2_grpc
 from npr.reward.v1 import reward_pb2_grpc
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from npr_common.config import Addresses
-from npr_common.errors import NprError
+from npr_common.errors import InternalError, NprError
 from npr_common.policy_store import PolicyStore
 from npr_common.rpc import connect
 from npr_rollout.engine_thread import EngineThread
@@ -29,6 +29,8 @@ from npr_rollout.settings import RolloutSettings
 from npr_rollout.worker import Worker
 
 log = logging.getLogger(__name__)
+
+_GIVE_BACK_SECONDS = 5.0
 
 HealthReport = Callable[[bool], Awaitable[None]]
 
@@ -55,6 +57,7 @@ class RolloutService:
         self._channels: list[grpc.aio.Channel] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._worker: Worker | None = None
+        self._fault: InternalError | None = None
 
     def report_health_to(self, report: HealthReport) -> None:
         """See `npr_common.rpc.server.ReportsHealth`."""
@@ -88,28 +91,38 @@ class RolloutService:
         if self._settings.worker:
             self._tasks.append(asyncio.create_task(self._worker.run(), name="worker"))
         for task in self._tasks:
-            task.add_done_callback(_end_process_on_fault)
+            task.add_done_callback(self._end_process_on_fault)
 
     async def drain(self) -> None:
-        """Stops leasing, gives back what is being decoded, and ends."""
+        """Stops leasing, gives back what is being decoded, and ends. Raises the fault that made it end, if one did."""
         assert self._worker is not None
         for task in reversed(self._tasks[1:]):
             task.cancel()
         await asyncio.gather(*self._tasks[1:], return_exceptions=True)
-        with contextlib.suppress(NprError):  # leases that can't be given back end by themselves
-            await self._worker.give_back()
-        await self._outbox.flush()
+        with contextlib.suppress(NprError, TimeoutError):  # leases that can't be given back end by themselves
+            async with asyncio.timeout(_GIVE_BACK_SECONDS):
+                await self._worker.give_back()
         await self._engine.stop()
+        await self._outbox.flush()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for channel in self._channels:
             await channel.close()
+        if self._fault is not None:
+            raise self._fault
 
     def _engine_health_changed(self, healthy: bool) -> None:
         """Called in the engine's thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._health.put_nowait, healthy)
+
+    def _end_process_on_fault(self, task: asyncio.Task[None]) -> None:
+        """A service that takes no work must not look healthy: it ends, and whoever runs it starts it again."""
+        if not task.cancelled():
+            log.critical("the %s ended; stopping the process", task.get_name(), exc_info=task.exception())
+            self._fault = InternalError(f"The {task.get_name()} ended: {task.exception()}")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     async def _tell_health(self) -> None:
         while True:
@@ -118,10 +131,3 @@ class RolloutService:
 
 async def _unreported(healthy: bool) -> None:
     """Until a server runs the service, nobody asks for its health."""
-
-
-def _end_process_on_fault(task: asyncio.Task[None]) -> None:
-    """A service that takes no work must not look healthy: it ends, and whoever runs it starts it again."""
-    if not task.cancelled():
-        log.critical("the %s ended; stopping the process", task.get_name(), exc_info=task.exception())
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr.types.v1 import policy_pb2
 from npr_common.errors import InvalidArgumentError, ResourceExhaustedError
-from npr_common.prompts import encode_prompt
 from npr_common.schema.detokenizer import Detokenizer
 from npr_common.telemetry import current_traceparent
+from npr_rollout.encoding import EncodedPrompt
 from npr_rollout.engine_thread import EngineThread
 from npr_rollout.jobs import Jobs
-from npr_rollout.messages import Decoding, Origin, deadline_after, trajectory_message
+from npr_rollout.messages import Decoding, Origin, check_policy_ref, deadline_after, trajectory_message
 from npr_rollout.policy_loader import LoadedPolicy, PolicyStamp
 from npr_rollout.policy_switch import PolicySwitch
 from npr_rollout.record.outcomes import ForkRefusal
@@ -54,11 +54,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         decoding = Decoding.parse(request.decoding, default_refusal=ForkRefusal.SERIALIZE)
         deadline = deadline_after(context.time_remaining())
         served: list[PolicyStamp] = []
+        prompt = await EncodedPrompt.of(request.prompt, self._engine)
 
         def make(policy: LoadedPolicy) -> Request:
             served.append(policy.stamp)
-            ids = encode_prompt(policy.tokenizer, request.prompt)
-            name = f"generate/{request.request_id}/{id(context)}"
+            ids = prompt.ids(policy.tokenizer)
+            name = f"generate/{request.request_id}/{uuid.uuid4().hex}"
             return decoding.request(name, ids, priority=_INTERACTIVE_PRIORITY, deadline=deadline, stream=True)
 
         events = self._engine.stream(make)
@@ -120,15 +121,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ServePolicy(
         self, request: rollout_pb2.ServePolicyRequest, context: Context
     ) -> rollout_pb2.ServePolicyResponse:
-        _check_policy(request.policy)
+        check_policy_ref(request.policy)
         swapped = await self._switch.serve(request.policy, _in_flight(request.in_flight))
         return rollout_pb2.ServePolicyResponse(previous=swapped.previous, aborted=swapped.aborted)
-
-
-def _check_policy(ref: policy_pb2.PolicyRef) -> None:
-    if not ref.digest or not ref.manifest_url:
-        message = "Name the policy with its digest and manifest_url, as it was published."
-        raise InvalidArgumentError(message, field_violations={"policy": message})
 
 
 def _in_flight(value: int) -> InFlight:

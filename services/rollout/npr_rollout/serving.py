@@ -1,12 +1,14 @@
 """One policy's engine, and those who wait for it.
 
 Invariants:
-- Each request gets its events from the engine that decodes it, up to its end or to that engine's fault.
+- Each request gets its events from the engine that decodes it, up to its end or to that engine's fault; and none of
+  another request that had its name.
 - Nobody who was served still holds the engine: its memory goes with the last reference that is dropped here.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ class Serving:
         self.policy = policy
         self.engine = engine
         self._submissions: dict[str, Submission] = {}
+        self._withdrawn: Counter[str] = Counter()  # whose end the engine has still to tell
 
     @property
     def in_flight(self) -> int:
@@ -82,19 +85,22 @@ class Serving:
     def withdraw(self, name: str) -> None:
         """End a request that nobody waits for any more."""
         self._submissions.pop(name).place = None
-        self.engine.abort(name)
+        self._withdrawn[name] += self.engine.abort(name)
 
     def step(self) -> None:
         """One step of the engine; its events are handed out. Raises whatever the engine raises."""
         for event in self.engine.step():
-            if isinstance(event, FinishedEvent):
-                submission = self._submissions.pop(event.result.request_id, None)
-                if submission is not None:
-                    submission.place = None
-            else:
-                submission = self._submissions.get(event.request_id)
+            ends = isinstance(event, FinishedEvent)
+            name = event.result.request_id if isinstance(event, FinishedEvent) else event.request_id
+            if self._withdrawn[name]:  # of a request that is gone; one of the same name may be on its way already
+                self._withdrawn[name] -= ends
+                continue
+            submission = self._submissions.pop(name, None) if ends else self._submissions.get(name)
             if submission is not None:
+                if ends:
+                    submission.place = None
                 submission.sink(event)
+        self._withdrawn = +self._withdrawn
 
     def abort_all(self, message: str) -> int:
         """End all requests as ABORTED; how many that are."""

@@ -6,6 +6,9 @@ Invariants:
   groups of which a sample was ended by it, or would be decoded by the new one, are given back.
 - Leases are renewed while their groups are worked on. A lease that was lost ends its group's decoding at once.
 - What is lost with a crash is decoding time: leases end, and the groups are rolled out again by someone.
+- A policy that can't be served keeps nobody waiting but those who need it: a job that names one ends as REFUSED, and
+  the work of a run waits until the policy is well again.
+- No group, whatever is wrong with it, ends the worker.
 - Draining stops leasing, aborts what is being decoded, delivers what is finished, and gives the rest back.
 """
 
@@ -19,9 +22,10 @@ from collections.abc import Iterable, Sequence
 
 from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from npr_common.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, NprError, rpc_errors
-from npr_common.prompts import encode_prompt
 from npr_common.rpc import call_durably
+from npr_rollout.encoding import EncodedPrompt
 from npr_rollout.engine_thread import EngineThread
+from npr_rollout.jobs import JOBS_RUN
 from npr_rollout.messages import Decoding, Origin, trajectory_message
 from npr_rollout.outbox import Outbox
 from npr_rollout.policy_loader import LoadedPolicy, PolicyStamp
@@ -30,6 +34,7 @@ from npr_rollout.record.outcomes import ForkRefusal, Outcome
 from npr_rollout.record.request import Request, Result
 from npr_rollout.record.results import refused
 from npr_rollout.settings import RolloutSettings
+from npr_rollout.shunned import ShunnedPolicies, is_lasting
 from npr_rollout.traces import record_trajectory
 
 log = logging.getLogger(__name__)
@@ -59,6 +64,7 @@ class Worker:
         self._settings = settings
         self._held: dict[Key, asyncio.Task[None]] = {}
         self._undecoded: set[tuple[Key, int]] = set()  # samples of held groups that the engine has not finished
+        self._shunned = ShunnedPolicies()
         self._trouble = False  # whether work was given back since the last lease call
         self._leasing: asyncio.Task[Sequence[buffer_pb2.LeasedGroup]] | None = None  # the lease call that waits
         self._progress = asyncio.Event()
@@ -95,6 +101,9 @@ class Worker:
             except NprError as error:
                 log.warning("leasing failed and is tried again: %s", error.message)
                 self._trouble = True
+            except Exception:
+                log.exception("leasing failed and is tried again")
+                self._trouble = True
             if self._trouble:  # nobody says when a policy or an engine is well again
                 self._trouble = False
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -126,6 +135,7 @@ class Worker:
             wait_seconds=self._settings.lease_wait_seconds,
             prefer_policy=self._engine.policy,
             only_preferred=only_preferred,
+            avoid_policies=self._shunned.now(),
         )
         response = await call_durably(
             lambda: self._buffer.LeaseGroups(request),
@@ -136,19 +146,33 @@ class Worker:
 
     async def _take(self, leased: Sequence[buffer_pb2.LeasedGroup]) -> None:
         """Serve the policy that the groups need, then start on them."""
+        policy = leased[0].group.policy
         try:
             await self._serve_policy_of(leased[0].group)
-        except NprError:
-            await self._return([(item.group.run_id, item.group.group_id) for item in leased])
+        except NprError as error:
+            if not is_lasting(error):
+                await self._return(leased)
+                raise
+            log.warning("work for %s@%d is passed over: %s", policy.line, policy.version, error.message)
+            self._shunned.shun(policy)
+            hopeless = [item for item in leased if item.group.run_id == JOBS_RUN and item.group.HasField("policy")]
+            for item in hopeless:
+                self._start(item, f"Its policy can't be served: {error.message}")
+            await self._return([item for item in leased if item not in hopeless])
+        except Exception:
+            await self._return(leased)
             raise
-        for item in leased:
-            self._start(item)
+        else:
+            self._shunned.forgive(policy)
+            for item in leased:
+                self._start(item)
 
-    def _start(self, leased: buffer_pb2.LeasedGroup) -> None:
-        key = (leased.group.run_id, leased.group.group_id)
+    def _start(self, leased: buffer_pb2.LeasedGroup, why_not: str = "") -> None:
+        """Begin to roll a group out, or to refuse its samples, with `why_not`."""
+        key = _key(leased)
         if key in self._held:
             return  # its lease had ended unnoticed, and is ours again
-        task = asyncio.create_task(self._work(key, leased), name=f"group {key[1]}")
+        task = asyncio.create_task(self._work(key, leased, why_not), name=f"group {key[1]}")
         self._held[key] = task
         self._undecoded.update((key, index) for index in leased.missing_sample_indices)
         self._free.clear()
@@ -174,7 +198,7 @@ class Worker:
                 raise FailedPreconditionError("The policy was changed while work was being leased; it is leased again.")
             await self._switch.serve(group.policy)
 
-    async def _work(self, key: Key, leased: buffer_pb2.LeasedGroup) -> None:
+    async def _work(self, key: Key, leased: buffer_pb2.LeasedGroup, why_not: str) -> None:
         """Roll a group out. An error gives the group back: another worker, or this one, tries again.
 
         This one does so in a later call: one that waits now may be dropped with the group on its way to it.
@@ -182,16 +206,26 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in leased.missing_sample_indices:
-                    tasks.create_task(self._roll_out(key, leased.group, index))
+                    tasks.create_task(self._roll_out(key, leased.group, index, why_not))
         except* NprError as errors:
             log.warning("group %s is given back: %s", key[1], errors.exceptions[0])
-            self._trouble = True
-            if self._leasing is not None:
-                self._leasing.cancel()
-            await self._return([key])
+            await self._give_up(leased)
+        except* Exception as errors:
+            log.exception("group %s is given back", key[1], exc_info=errors)
+            await self._give_up(leased)
 
-    async def _roll_out(self, key: Key, group: buffer_pb2.Group, index: int) -> None:
-        result, policy = await self._decode(group, index)
+    async def _give_up(self, leased: buffer_pb2.LeasedGroup) -> None:
+        self._trouble = True
+        if self._leasing is not None:
+            self._leasing.cancel()
+        await self._return([leased])
+
+    async def _roll_out(self, key: Key, group: buffer_pb2.Group, index: int, why_not: str) -> None:
+        if why_not:
+            request = Request(f"{key[0]}/{key[1]}/{index}", ())
+            result, policy = refused(request, group.policy.version, why_not), PolicyStamp(group.policy, None)
+        else:
+            result, policy = await self._decode(group, index)
         self._undecoded.discard((key, index))
         self._progress.set()
         origin = Origin.of(group, index)
@@ -210,13 +244,14 @@ class Worker:
         ids: list[int] = []
         decoded_by: list[PolicyStamp] = []
         request_id = f"{group.run_id}/{group.group_id}/{index}"
+        prompt = await EncodedPrompt.of(group.prompt, self._engine)
 
         def make(loaded: LoadedPolicy) -> Request:
             if group.HasField("policy") and loaded.ref.digest != group.policy.digest:
                 raise AbortedError("Another policy is served by now.")
             decoded_by.append(loaded.stamp)
             decoding = Decoding.parse(group.decoding, default_refusal=ForkRefusal.REJECT, seed_offset=index)
-            ids.extend(encode_prompt(loaded.tokenizer, group.prompt))
+            ids.extend(prompt.ids(loaded.tokenizer))
             job = f"{group.run_id}/{group.channel}"
             return decoding.request(request_id, ids, job=job, priority=group.priority)
 
@@ -248,10 +283,16 @@ class Worker:
                     log.info("the lease of %s is lost: its decoding ends", lost.group_id)
                     task.cancel()
 
-    async def _return(self, names: Sequence[Key]) -> None:
-        request = buffer_pb2.ReturnGroupsRequest(worker_id=self.worker_id, groups=_group_keys(names))
+    async def _return(self, leased: Sequence[buffer_pb2.LeasedGroup]) -> None:
+        if not leased:
+            return
+        request = buffer_pb2.ReturnGroupsRequest(worker_id=self.worker_id, groups=_group_keys(map(_key, leased)))
         with contextlib.suppress(NprError), rpc_errors():  # an unreturned lease ends by itself
             await self._buffer.ReturnGroups(request)
+
+
+def _key(leased: buffer_pb2.LeasedGroup) -> Key:
+    return leased.group.run_id, leased.group.group_id
 
 
 def _group_keys(names: Iterable[Key]) -> list[buffer_pb2.GroupKey]:

@@ -119,7 +119,8 @@ class RunningServer:
                 await self._service.drain()
         except TimeoutError:
             log.warning("%s did not drain within %.0f s", self._service.name, self._settings.drain_seconds)
-        await self._server.stop(grace=min(2.0, self._settings.drain_seconds))
+        finally:
+            await self._server.stop(grace=min(2.0, self._settings.drain_seconds))
 
 
 async def serve(service: Service, settings: ServerSettings) -> None:

@@ -41,4 +41,4 @@ def resolve_limits(request: Request, config: EngineConfig, context: int) -> tupl
 def _default_tokens(free_pages: int, config: EngineConfig) -> int:
     """As much as the pool holds beside the partly filled pages that forks leave, or half of it if these are many."""
     fork_waste = config.max_blocks * (config.max_branches + 1)
-    return max(free_pages - fork_waste, free_pages // 2, 0) * config.page_size
+    return max(free_pages - fork_waste, free_pages // 2, min(free_pages, 1), 0) * config.page_size

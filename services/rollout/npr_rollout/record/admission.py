@@ -5,10 +5,14 @@ Invariant: what passes makes sense; whether it fits is for the engine to say, wh
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
+
 from npr_common.errors import InvalidArgumentError
 from npr_rollout.record.request import BudgetPolicy, Limits, Request
 
 _LEAST_TEMPERATURE = 1e-3  # logits divided by less overflow
+_LEAST_PENALTY = 0.01  # likewise
 
 
 def check_request(request: Request, context: int, vocab_size: int) -> None:
@@ -33,8 +37,15 @@ def check_request(request: Request, context: int, vocab_size: int) -> None:
         _invalid("sampling.top_k", f"top_k is {sampling.top_k}; 0 keeps all tokens.")
     if not 0 <= sampling.min_p < 1:
         _invalid("sampling.min_p", f"min_p is {sampling.min_p}; it lies in [0, 1), and 0 keeps all tokens.")
-    if not 0 < sampling.repetition_penalty < float("inf"):
-        _invalid("sampling.repetition_penalty", f"The penalty is {sampling.repetition_penalty}; 1 is off.")
+    if not _LEAST_PENALTY <= sampling.repetition_penalty <= 1 / _LEAST_PENALTY:
+        message = f"The penalty is {sampling.repetition_penalty}; it lies in [{_LEAST_PENALTY}, {1 / _LEAST_PENALTY}]."
+        _invalid("sampling.repetition_penalty", message)
+    if request.deadline is not None and math.isnan(request.deadline):
+        _invalid("deadline", "The deadline is no number.")
+    for name, limit in asdict(request.limits).items():
+        least = 1 if name.endswith("tokens") else 0
+        if limit is not None and limit < least:
+            _invalid(f"limits.{name}", f"{name} is {limit}; it is at least {least}.")
     _check_budget(request.budget, request.limits)
 
 

@@ -205,6 +205,7 @@ class LeaseGroupsRequest(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     PREFER_POLICY_FIELD_NUMBER: _builtins.int
     ONLY_PREFERRED_FIELD_NUMBER: _builtins.int
+    AVOID_POLICIES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names this call; a repeat gets the same leases while they live."""
     worker_id: _builtins.str
@@ -221,6 +222,12 @@ class LeaseGroupsRequest(_message.Message):
     def prefer_policy(self) -> _policy_pb2.PolicyRef:
         """The policy the worker serves now."""
 
+    @_builtins.property
+    def avoid_policies(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.PolicyRef]:
+        """Groups of these policies' lines and versions are passed over; an empty reference stands for groups without a policy.
+        At most 256.
+        """
+
     def __init__(
         self,
         *,
@@ -231,10 +238,11 @@ class LeaseGroupsRequest(_message.Message):
         wait_seconds: _builtins.float = ...,
         prefer_policy: _policy_pb2.PolicyRef | None = ...,
         only_preferred: _builtins.bool = ...,
+        avoid_policies: _abc.Iterable[_policy_pb2.PolicyRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefer_policy", b"prefer_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "max_groups", b"max_groups", "only_preferred", b"only_preferred", "prefer_policy", b"prefer_policy", "request_id", b"request_id", "wait_seconds", b"wait_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_policies", b"avoid_policies", "lease_seconds", b"lease_seconds", "max_groups", b"max_groups", "only_preferred", b"only_preferred", "prefer_policy", b"prefer_policy", "request_id", b"request_id", "wait_seconds", b"wait_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -108,14 +108,18 @@ end
 
 -- The queue whose head comes first: highest priority, then the preferred policy, then the oldest.
 -- `prefer` and `need` are policy keys; '*' prefers nothing and needs nothing. `only` = '1' leaves out every queue but
--- the preferred one and the one that needs no policy. Returns nil, or {policy, score, stranger, sequence, head}.
-local function best_queue(prefer, only, need)
-  local best = nil
+-- the preferred one and the one that needs no policy; those in `avoid`, a JSON list of keys, are left out anyway.
+-- Returns nil, or {policy, score, stranger, sequence, head}.
+local function best_queue(prefer, only, need, avoid)
+  local best, avoided = nil, {}
+  for _, policy in ipairs(cjson.decode(avoid)) do
+    avoided[policy] = true
+  end
   for _, policy in ipairs(redis.call('SMEMBERS', run .. 'policies')) do
     local head = redis.call('ZRANGE', run .. 'queue:' .. policy, 0, 0, 'WITHSCORES')
     if #head == 0 then
       redis.call('SREM', run .. 'policies', policy)
-    elseif (need == '*' or policy == need) and (only ~= '1' or policy == prefer or policy == '') then
+    elseif not avoided[policy] and (need == '*' or policy == need) and (only ~= '1' or policy == prefer or policy == '') then
       local stranger = (prefer ~= '*' and policy ~= prefer) and 1 or 0
       local found = {policy, tonumber(head[2]), stranger, tonumber(string.sub(head[1], 1, 16)), string.sub(head[1], 18)}
       if best == nil or found[2] < best[2]

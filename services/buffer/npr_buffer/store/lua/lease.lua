@@ -1,4 +1,4 @@
--- ARGV: lease request id, worker, most groups, lease in ms, prefer, only, need.
+-- ARGV: lease request id, worker, most groups, lease in ms, prefer, only, need, avoid.
 -- Returns {depth, policy or nil, {bytes, end of the lease in ms, {indices that are there}}...}.
 local request, worker, most, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
@@ -7,7 +7,7 @@ local ids = held_by_request(request)
 local policy = false
 
 if #ids == 0 then
-  local best = best_queue(ARGV[5], ARGV[6], ARGV[7])
+  local best = best_queue(ARGV[5], ARGV[6], ARGV[7], ARGV[8])
   if best then
     for _, member in ipairs(redis.call('ZRANGE', run .. 'queue:' .. best[1], 0, most - 1)) do
       ids[#ids + 1] = string.sub(member, 18)
