@@ -12,9 +12,10 @@ from npr.rollout.v1 import rollout_pb2
 from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
 from npr_client.render.live import LiveTrajectory
 from npr_client.render.progress import RunProgress
-from npr_client.render.tables import counts, duration, runs_table
+from npr_client.render.tables import counts, duration, runs_table, stack_table
 from npr_client.render.tree import BAR_CELLS, budget_bar, trajectory_tree
 from npr_client.render.view import BlockView, ProseView, view_trajectory
+from npr_client.stack.report import PolicyStatus, StackStatus
 from npr_common.dialects import load_dialect
 
 NPR = load_dialect("npr")
@@ -212,3 +213,13 @@ def test_tables_and_words() -> None:
     assert "failed" in drawn(runs_table([run]))
     assert counts({"CORRECT": 3, "INCORRECT": 1, "UNSCORABLE": 0}) == "3 correct, 1 incorrect"
     assert [duration(s) for s in (3.9, 65, 7200)] == ["3 s", "1 min 5 s", "2 h 0 min"]
+
+
+def test_a_stack_that_serves_no_policy_says_so_and_one_that_can_not_tell_does_not() -> None:
+    def policy_line(policy: PolicyStatus | None) -> list[str]:
+        lines = drawn(stack_table(StackStatus(True, (), None, policy))).splitlines()
+        return [line.rstrip() for line in lines if line.startswith("policy")]
+
+    assert policy_line(PolicyStatus("", 0, "")) == ["policy  none"]
+    assert policy_line(PolicyStatus("tiny", 3, "ab" * 32)) == ["policy  tiny@3  abababababab"]
+    assert policy_line(None) == []

@@ -135,7 +135,7 @@ async def test_leaving_a_stream_gives_every_page_back(peers: Any, publish: Any) 
 async def test_bad_requests_say_what_to_do(peers: Any, publish: Any) -> None:
     policy = publish("bad")
     async with rollout(peers, worker=False) as stub:
-        with pytest.raises(FailedPreconditionError), rpc_errors():
+        with pytest.raises(FailedPreconditionError, match="npr serve-policy RUN"), rpc_errors():
             async for _ in stub.Generate(rollout_pb2.GenerateRequest(prompt=prompt(), decoding=decoding())):
                 pass
         with pytest.raises(NotFoundError), rpc_errors():
