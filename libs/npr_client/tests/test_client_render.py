@@ -10,6 +10,8 @@ from rich.console import Console, RenderableType
 from npr.controller.v1 import controller_pb2
 from npr.rollout.v1 import rollout_pb2
 from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
+from npr_client.cli.jobs import trajectory_line
+from npr_client.render import words
 from npr_client.render.live import LiveTrajectory
 from npr_client.render.progress import RunProgress
 from npr_client.render.tables import counts, duration, runs_table, stack_table
@@ -212,6 +214,8 @@ def test_tables_and_words() -> None:
     run = controller_pb2.Run(run_id="r", state=controller_pb2.RUN_STATE_FAILED, error="nothing kept")
     assert "failed" in drawn(runs_table([run]))
     assert counts({"CORRECT": 3, "INCORRECT": 1, "UNSCORABLE": 0}) == "3 correct, 1 incorrect"
+    assert counts({"not_judged": 2}) == "2 not judged"
+    assert words.verdict(trajectory_pb2.VERDICT_KIND_UNSPECIFIED) == "not judged"
     assert [duration(s) for s in (3.9, 65, 7200)] == ["3 s", "1 min 5 s", "2 h 0 min"]
 
 
@@ -223,3 +227,10 @@ def test_a_stack_that_serves_no_policy_says_so_and_one_that_can_not_tell_does_no
     assert policy_line(PolicyStatus("", 0, "")) == ["policy  none"]
     assert policy_line(PolicyStatus("tiny", 3, "ab" * 32)) == ["policy  tiny@3  abababababab"]
     assert policy_line(None) == []
+
+
+def test_a_line_about_an_unscorable_trajectory_says_why() -> None:
+    item = scored()
+    assert "too many" not in trajectory_line(item).plain
+    item.score.MergeFrom(trajectory_pb2.Score(verdict=trajectory_pb2.VERDICT_KIND_UNSCORABLE, reason="too many digits"))
+    assert trajectory_line(item).plain.endswith("too many digits")

@@ -125,7 +125,7 @@ def stages_table(stages: Iterable[Mapping[str, Any]]) -> Table:
 
 def counts(by_name: Mapping[str, int]) -> str:
     """Such as `3 correct, 1 incorrect`."""
-    return ", ".join(f"{count} {name.lower()}" for name, count in sorted(by_name.items()) if count)
+    return ", ".join(f"{count} {name.lower().replace('_', ' ')}" for name, count in sorted(by_name.items()) if count)
 
 
 def plain_table(*columns: str) -> Table:
