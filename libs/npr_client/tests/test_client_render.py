@@ -13,7 +13,7 @@ from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
 from npr_client.cli.jobs import trajectory_line
 from npr_client.render import words
 from npr_client.render.live import LiveTrajectory
-from npr_client.render.progress import RunProgress
+from npr_client.render.progress import HEADLINE_METRICS, LINE_COLUMNS, RunProgress, milestone
 from npr_client.render.tables import counts, duration, runs_table, stack_table
 from npr_client.render.tree import BAR_CELLS, budget_bar, trajectory_tree
 from npr_client.render.view import BlockView, ProseView, view_trajectory
@@ -201,13 +201,33 @@ def test_progress_keeps_milestones_and_shows_the_newest_numbers() -> None:
     assert "zero · train" in text
     assert "step 3/13" in text
     assert "reward 0.25  entropy 0.5" in text
-    milestone = progress.add(evaluated)
-    assert milestone is not None
-    assert milestone.endswith("[zero] evaluated  accuracy 0.75")
+    line = progress.add(evaluated)
+    assert line is not None
+    assert line.endswith("[zero] evaluated  accuracy 0.75")
     assert progress.add(controller_pb2.RunEvent(run=run, kind="failed")) is None
     told = RunProgress("tiny-1", tell_steps=True).add(step)
     assert told is not None
-    assert told.endswith("[zero] step finished 3/13  reward 0.25  entropy 0.5")
+    assert told.endswith("[zero] step 3/13  reward 0.25  entropy 0.5")
+
+
+def test_stages_without_steps_are_told_in_a_log_and_shown_on_a_display() -> None:
+    run = controller_pb2.Run(run_id="tiny-1", stage="beta", phase="train", steps=1)
+    message = "fine-tuning, update 3 of 90, loss 0.5"
+    tuning = controller_pb2.RunEvent(run=run, kind="fine_tuning", message=message, metrics={"loss": 0.5})
+    line = RunProgress("tiny-1", tell_steps=True).add(tuning)
+    assert line is not None
+    assert line.endswith(f"[beta] {message}")
+    display = RunProgress("tiny-1")
+    assert display.add(tuning) is None
+    assert message in drawn(display.render())
+
+
+def test_a_line_holds_as_many_numbers_as_fit() -> None:
+    run = controller_pb2.Run(run_id="tiny-1", stage="zero", step=3, steps=13)
+    metrics = dict.fromkeys(HEADLINE_METRICS, -0.123)
+    line = milestone(controller_pb2.RunEvent(run=run, kind="step_finished", metrics=metrics))
+    assert len(line) <= LINE_COLUMNS
+    assert "loss -0.123" in line
 
 
 def test_tables_and_words() -> None:
