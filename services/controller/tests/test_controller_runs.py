@@ -144,7 +144,7 @@ async def test_creating_a_run_again_answers_with_it_and_another_recipe_is_refuse
         first = await system.create()
         again = await system.create()
         assert again.created_at == first.created_at
-        with pytest.raises(AlreadyExistsError, match="choose another id"):
+        with pytest.raises(AlreadyExistsError, match=r"choose another id, .*npr run --resume"):
             await system.create(seed=7)
         await system.rest()
 
