@@ -142,7 +142,7 @@ def test_evaluations_take_models_and_published_policies(npr: NprCommand) -> None
     _, err = npr("eval", "--policy", "e1@7", *common, code=2)
     assert "no policy e1@7" in err
     _, err = npr("eval", "--model", "/nowhere", *common, code=2)
-    assert "/nowhere is not there: correct the path\n" in err
+    assert "/nowhere is not there: correct the path;" in err
 
 
 def test_the_policy_that_is_served_can_be_changed(npr: NprCommand) -> None:
