@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,16 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Decoding:
         if result.outcome not in {Outcome.COMPLETED, Outcome.TRUNCATED}:
             raise RuntimeError(f"{result.request_id} ended as {result.outcome.name}: {result.message}")
     return Decoding(steps, results)
+
+
+def is_stalled(rounds: Sequence[Decoding]) -> bool:
+    """Whether the median round, the one that counts, took over twice the time of as many median steps.
+
+    Its figure then tells of whatever held it up. Only for loads whose steps, but for that of the prompts, are alike.
+    """
+    counted = sorted(rounds, key=lambda done: done.seconds)[len(rounds) // 2].steps[1:]
+    median = statistics.median(step.seconds for done in rounds for step in done.steps[1:])
+    return sum(step.seconds for step in counted) > 2 * len(counted) * median
 
 
 def _step(seconds: float, before: EngineStatus, after: EngineStatus) -> Step:

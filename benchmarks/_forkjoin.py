@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from _decoding import Decoding, Step
+from _decoding import Decoding, Step, is_stalled
 from _harness import Begin, median_interval
 from _roofline import Roofline
 from _subjects import DIALECT, Subject
@@ -108,6 +108,8 @@ class TreeBench:
             "bare_autoregressive_step_seconds": self._roofline.bound(1).linears,
             "autoregressive_bound": self._roofline.bound(1).at,
             "critical_path_seconds": critical * step,
+            "parallel_stalled": is_stalled(parallel),
+            "autoregressive_stalled": is_stalled(autoregressive),
             "shares": Decoding([step for done in parallel for step in done.steps], []).shares(),
             "block_scheduling_share": _scheduling_share(self._of(parallel, Role.BRANCHES, lambda step: step)),
         }
@@ -202,6 +204,7 @@ class TreeBench:
         parallel, autoregressive = ([answer[index] for answer in answers] for index in range(len(_MODES)))
         return self._compare(trees, self._load.rounds) | {
             "trees": count,
+            "autoregressive_stalled": False,  # its last steps hold few trees: they say nothing of the first ones
             "steps_parallel": sum(len(done.steps) for done in parallel),
             "steps_autoregressive": sum(len(done.steps) for done in autoregressive),
             "answer_seconds_parallel": statistics.median(done.seconds for done in parallel),
@@ -217,6 +220,7 @@ class TreeBench:
             "critical_tokens": sum(result.ledger.critical_path_tokens for result in decodings[0][0].results),
             "tokens_per_second_parallel": tokens / seconds[0],
             "tokens_per_second_autoregressive": tokens / seconds[1],
+            "autoregressive_stalled": is_stalled([both[1] for both in decodings]),
             "scheduling_share": decodings[-1][0].shares()["scheduling"],
         }
 

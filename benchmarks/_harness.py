@@ -1,13 +1,16 @@
 """What the benchmarks share: `--quick`, `--json`, and how figures are told.
 
 Every benchmark measures its rivals in the same run and names the result `ratios`: how many times as fast as the rival.
-`--quick` stays below a minute with the tiny model; with `--json` the last line is one JSON object with all figures.
+`--quick` takes about a minute with the tiny model; with `--json` the last line is one JSON object with all figures.
 """
 
 import argparse
+import itertools
 import json
+import os
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -20,9 +23,16 @@ Begin = Callable[[str], None]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser of the shared options; a benchmark adds its own."""
+    """A parser of the shared options; a benchmark adds its own.
+
+    Starts the interpreter anew with OMP_WAIT_POLICY=PASSIVE where the variable is not set: spinning OpenMP threads make
+    figures erratic on shared cores, and OpenMP reads it once, when torch is loaded. So it is a benchmark's first call.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="a smaller load; under a minute")
+    made.add_argument("--quick", action="store_true", help="a smaller load; about a minute")
     made.add_argument("--json", action="store_true", help="one JSON object as the last line")
     return made
 
@@ -44,10 +54,18 @@ def tell(figures: Mapping[str, object], *, as_json: bool, tables: Sequence[Table
 
 @contextmanager
 def progress(pieces: int) -> Iterator[Begin]:
-    """A bar on the error stream that counts pieces of work as they begin, and names the one that is on."""
+    """Counts pieces of work on the error stream as they begin, and names the one that is on.
+
+    A bar on a terminal; elsewhere a line a piece, such as `2/7 batch 1: first passes`.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        numbers = itertools.count(1)
+        yield lambda name: print(f"{next(numbers)}/{pieces} {name}", file=sys.stderr, flush=True)
+        return
     columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     # A thread that redraws would take its time from what is measured; so it is drawn when a piece begins.
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("", total=pieces)
 
         def begin(name: str) -> None:
@@ -64,6 +82,17 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     for row in rows:
         made.add_row(*map(_cell, row))
     return made
+
+
+def speed(tokens_per_second: float, *, stalled: bool) -> float | str:
+    """A speed as a table shows it; one that its own steps contradict is marked, so that it is read as no result."""
+    return f"{_cell(tokens_per_second)} (stalled)" if stalled else tokens_per_second
+
+
+def stall_note(stalled: bool) -> str:
+    """A table's note on the mark, where it stands."""
+    why = "(stalled): the seconds are over twice those of as many median steps, so it is no result; run it again"
+    return why if stalled else ""
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _decoding import Decoding
-from _harness import Begin, parser, progress, table, tell
+from _decoding import Decoding, is_stalled
+from _harness import Begin, parser, progress, speed, stall_note, table, tell
 from _peers import PAGE_SIZE, ContinuousPeer, EnginePeer, GeneratePeer, Peer, Prompts, VllmError, VllmPeer
 from _roofline import Roofline
 from _subjects import QWEN3_SHAPE, Subject, subject
@@ -134,6 +134,7 @@ def _measure(
         name: {
             "tokens_per_second": batch * arguments.new_tokens / statistics.median(seconds[name]),
             "same_tokens": _same(tokens[name], tokens[oracle]),
+            "stalled": name == engine.name and is_stalled(engine.rounds),  # the others tell no steps
         }
         for name in seconds
     }
@@ -181,11 +182,15 @@ def _ratios(batches: Figures) -> dict[str, float]:
     return ratios
 
 
+def _speed(rival: Figures) -> float | str:
+    return speed(rival["tokens_per_second"], stalled=rival["stalled"])
+
+
 def _tables(figures: Figures, engine: str) -> list[Table]:
     batches = figures["batches"]
     names = next(iter(batches.values()))["rivals"]
     rows = [
-        [name, *(batches[b]["rivals"][name]["tokens_per_second"] for b in batches)]
+        [name, *(_speed(batches[b]["rivals"][name]) for b in batches)]
         + [figures["ratios"].get(f"batch {b}, vs {name}") for b in batches]
         + [min(batches[b]["rivals"][name]["same_tokens"] for b in batches)]
         for name in names
@@ -203,6 +208,7 @@ def _tables(figures: Figures, engine: str) -> list[Table]:
         f"Autoregressive decoding, batches of {', '.join(batches)}: {load}",
         ["", *(f"tokens/s at {b}" for b in batches), *(f"engine / it at {b}" for b in batches), "same tokens"],
         rows,
+        stall_note(any(rival["stalled"] for measured in batches.values() for rival in measured["rivals"].values())),
     )
     profiles = [batches[b]["profile"] for b in batches]
     measures = {

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from _forkjoin import Load, TreeBench
-from _harness import parser, progress, table, tell
+from _harness import parser, progress, speed, stall_note, table, tell
 from _subjects import QWEN3_SHAPE, subject
 from rich.table import Table
 
@@ -152,17 +152,25 @@ def _goals_table(figures: Figures) -> Table:
         ["  all that is extra", ratios["fork + join, extra, in the block's steps"], ""],
         ["scheduling, share of the block's steps", one["block_scheduling_share"], "at most 0.1"],
     ]
+    note = f"The goals are for {QWEN3_SHAPE}."
+    if figures["model"] != QWEN3_SHAPE:
+        rows = [[name, measured, ""] for name, measured, _ in rows]
     load = f"{n} branches of {figures['branch_tokens']} tokens, threads: {figures['threads']}"
-    return table(f"{figures['model']}, one tree of {load}", ["", "measured", "goal"], rows)
+    return table(f"{figures['model']}, one tree of {load}", ["", "measured", "goal"], rows, note)
 
 
 def _time_table(figures: Figures) -> Table:
     one = figures["one_tree"]
     rows = [
-        ["parallel", one["tokens"] / one["parallel_seconds"], one["parallel_seconds"], 1e3 * one["block_step_seconds"]],
+        [
+            "parallel",
+            speed(one["tokens"] / one["parallel_seconds"], stalled=one["parallel_stalled"]),
+            one["parallel_seconds"],
+            1e3 * one["block_step_seconds"],
+        ],
         [
             "autoregressive",
-            one["tokens"] / one["autoregressive_seconds"],
+            speed(one["tokens"] / one["autoregressive_seconds"], stalled=one["autoregressive_stalled"]),
             one["autoregressive_seconds"],
             1e3 * one["autoregressive_step_seconds"],
         ],
@@ -175,7 +183,8 @@ def _time_table(figures: Figures) -> Table:
         ["critical-path bound", one["tokens"] / one["critical_path_seconds"], one["critical_path_seconds"], None],
     ]
     title = f"Time: {one['tokens']} tokens, {one['critical_tokens']} on the critical path"
-    return table(title, ["", "tokens/s", "seconds to answer", "decode step, ms"], rows)
+    note = stall_note(one["parallel_stalled"] or one["autoregressive_stalled"])
+    return table(title, ["", "tokens/s", "seconds to answer", "decode step, ms"], rows, note)
 
 
 def _bounds_table(figures: Figures) -> Table:
@@ -240,7 +249,7 @@ def _batch_table(figures: Figures) -> Table:
         [
             name,
             batch["tokens_per_second_parallel"],
-            batch["tokens_per_second_autoregressive"],
+            speed(batch["tokens_per_second_autoregressive"], stalled=batch["autoregressive_stalled"]),
             _speed_up(batch),
             batch["tokens"] / batch["critical_tokens"],
             batch["scheduling_share"],
@@ -248,7 +257,8 @@ def _batch_table(figures: Figures) -> Table:
         for name, batch in measured.items()
     ]
     columns = ["", "tokens/s, parallel", "autoregressive", "ratio", "tokens / critical", "scheduling share"]
-    return table("Trees decoded at once", columns, rows)
+    note = stall_note(any(batch["autoregressive_stalled"] for batch in measured.values()))
+    return table("Trees decoded at once", columns, rows, note)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,24 @@ def test_up_and_down_as_a_user_types_them(nowhere: Path) -> None:
     assert json.loads(down.stdout) == {"stopped": True}
 
 
+def test_up_tells_each_wrong_variable_on_a_line_and_nothing_of_what_was_stopped(
+    buffer_stack: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack.down(buffer_stack)
+    monkeypatch.setenv("NPR_BUFFER_MAX_OPEN_GROUPS", "many")
+    monkeypatch.setenv("NPR_MAX_MESSAGE_MIB", "0")
+    result = RUNNER.invoke(app, ["up", "--only", "buffer"])
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert "buffer: stopped" not in lines
+    assert lines[-4:-1] == [
+        "buffer: wrong settings",
+        "NPR_MAX_MESSAGE_MIB: Input should be greater than or equal to 1",
+        "NPR_BUFFER_MAX_OPEN_GROUPS: Input should be a valid integer, unable to parse string as an integer",
+    ]
+    assert lines[-1].startswith("error: buffer does not start: correct NPR_MAX_MESSAGE_MIB, NPR_BUFFER_MAX_OPEN_GROUPS")
+
+
 def test_doctor_finds_this_machine_fit() -> None:
     result = RUNNER.invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output

@@ -37,6 +37,8 @@ def lines(text: str) -> list[dict[str, object]]:
 def test_a_job_names_its_model_and_its_trajectories_can_be_shown(npr: NprCommand) -> None:
     _, err = npr("submit", "--prompt", PROBLEM, code=2)
     assert "no policy is being served" in err
+    assert "policy  none" in npr("status")[0]
+    assert "npr serve-policy RUN" in npr("generate", PROBLEM, code=2)[1]
 
     out, _ = npr(
         *("submit", "--model", "bundled:tiny", "--prompt", PROBLEM, "--gold", "36"),
@@ -51,6 +53,11 @@ def test_a_job_names_its_model_and_its_trajectories_can_be_shown(npr: NprCommand
     assert sum(job["verdicts"].values()) == 3
     names = [line["trajectory"]["trajectory"]["trajectory_id"] for line in told[1:-1]]  # type: ignore[index]
     assert len(set(names)) == 3
+
+    _, err = npr("show", "first", code=2)
+    assert "`npr trajectories jobs --channel first`" in err
+    _, err = npr("submit", "--prompt", PROBLEM, "--verifier", "chess", code=2)
+    assert "no verifier is named 'chess'; choose one of " in err
 
     shown, _ = npr("show", names[0])
     assert PROBLEM.split(",", maxsplit=1)[0] in shown
@@ -85,7 +92,7 @@ def test_a_run_writes_its_report_and_prints_its_path_last(npr: NprCommand) -> No
     assert path.with_name("report.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
     events = lines("\n".join(out.splitlines()[:-1]))
     assert [event["sequence"] for event in events] == [str(number + 1) for number in range(len(events))]
-    assert "step finished 1/1" in err
+    assert "step 1/1" in err
     assert "sound" in npr("audit", "r1")[0]
 
     folder = npr.folder / "exported"
@@ -94,6 +101,8 @@ def test_a_run_writes_its_report_and_prints_its_path_last(npr: NprCommand) -> No
     _, err = npr("export", "r1", str(folder), code=2)
     assert "nothing is overwritten" in err
 
+    _, err = npr("run", "recipe.yaml", "--run-id", "r1", code=2)
+    assert "`npr run --resume r1`" in err
     _, err = npr("run", "recipe.yaml", "--set", "stages.zero.stepz=1", code=2)
     assert "stepz: unknown key" in err
 
@@ -124,10 +133,16 @@ def test_evaluations_take_models_and_published_policies(npr: NprCommand) -> None
     assert list(stage["benchmarks"]) == ["held-out"]
 
     npr("eval", "--policy", "e1@0", "--run-id", "e2", *common)
+    _, err = npr("eval", "--policy", "e1@0", "--sequential", *common)
+    assert "warning: " not in err
+    npr("publish", "bundled:tiny-npr", "--line", "forks")
+    out, err = npr("eval", "--policy", "forks", "--sequential", *(part for part in common if part != "--json"))
+    assert [line for line in err.splitlines() if line.startswith("warning: forks was trained to decode in parallel")]
+    assert Path(out.splitlines()[-1]).name == "report.json"
     _, err = npr("eval", "--policy", "e1@7", *common, code=2)
     assert "no policy e1@7" in err
     _, err = npr("eval", "--model", "/nowhere", *common, code=2)
-    assert "/nowhere is not there" in err
+    assert "/nowhere is not there: correct the path;" in err
 
 
 def test_the_policy_that_is_served_can_be_changed(npr: NprCommand) -> None:

@@ -10,11 +10,14 @@ from rich.console import Console, RenderableType
 from npr.controller.v1 import controller_pb2
 from npr.rollout.v1 import rollout_pb2
 from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
+from npr_client.cli.jobs import trajectory_line
+from npr_client.render import words
 from npr_client.render.live import LiveTrajectory
-from npr_client.render.progress import RunProgress
-from npr_client.render.tables import counts, duration, runs_table
+from npr_client.render.progress import HEADLINE_METRICS, LINE_COLUMNS, RunProgress, milestone
+from npr_client.render.tables import counts, duration, runs_table, stack_table
 from npr_client.render.tree import BAR_CELLS, budget_bar, trajectory_tree
 from npr_client.render.view import BlockView, ProseView, view_trajectory
+from npr_client.stack.report import PolicyStatus, StackStatus
 from npr_common.dialects import load_dialect
 
 NPR = load_dialect("npr")
@@ -198,17 +201,56 @@ def test_progress_keeps_milestones_and_shows_the_newest_numbers() -> None:
     assert "zero · train" in text
     assert "step 3/13" in text
     assert "reward 0.25  entropy 0.5" in text
-    milestone = progress.add(evaluated)
-    assert milestone is not None
-    assert milestone.endswith("[zero] evaluated  accuracy 0.75")
+    line = progress.add(evaluated)
+    assert line is not None
+    assert line.endswith("[zero] evaluated  accuracy 0.75")
     assert progress.add(controller_pb2.RunEvent(run=run, kind="failed")) is None
     told = RunProgress("tiny-1", tell_steps=True).add(step)
     assert told is not None
-    assert told.endswith("[zero] step finished 3/13  reward 0.25  entropy 0.5")
+    assert told.endswith("[zero] step 3/13  reward 0.25  entropy 0.5")
+
+
+def test_stages_without_steps_are_told_in_a_log_and_shown_on_a_display() -> None:
+    run = controller_pb2.Run(run_id="tiny-1", stage="beta", phase="train", steps=1)
+    message = "fine-tuning, update 3 of 90, loss 0.5"
+    tuning = controller_pb2.RunEvent(run=run, kind="fine_tuning", message=message, metrics={"loss": 0.5})
+    line = RunProgress("tiny-1", tell_steps=True).add(tuning)
+    assert line is not None
+    assert line.endswith(f"[beta] {message}")
+    display = RunProgress("tiny-1")
+    assert display.add(tuning) is None
+    assert message in drawn(display.render())
+
+
+def test_a_line_holds_as_many_numbers_as_fit() -> None:
+    run = controller_pb2.Run(run_id="tiny-1", stage="zero", step=3, steps=13)
+    metrics = dict.fromkeys(HEADLINE_METRICS, -0.123)
+    line = milestone(controller_pb2.RunEvent(run=run, kind="step_finished", metrics=metrics))
+    assert len(line) <= LINE_COLUMNS
+    assert "loss -0.123" in line
 
 
 def test_tables_and_words() -> None:
     run = controller_pb2.Run(run_id="r", state=controller_pb2.RUN_STATE_FAILED, error="nothing kept")
     assert "failed" in drawn(runs_table([run]))
     assert counts({"CORRECT": 3, "INCORRECT": 1, "UNSCORABLE": 0}) == "3 correct, 1 incorrect"
+    assert counts({"not_judged": 2}) == "2 not judged"
+    assert words.verdict(trajectory_pb2.VERDICT_KIND_UNSPECIFIED) == "not judged"
     assert [duration(s) for s in (3.9, 65, 7200)] == ["3 s", "1 min 5 s", "2 h 0 min"]
+
+
+def test_a_stack_that_serves_no_policy_says_so_and_one_that_can_not_tell_does_not() -> None:
+    def policy_line(policy: PolicyStatus | None) -> list[str]:
+        lines = drawn(stack_table(StackStatus(True, (), None, policy))).splitlines()
+        return [line.rstrip() for line in lines if line.startswith("policy")]
+
+    assert policy_line(PolicyStatus("", 0, "")) == ["policy  none"]
+    assert policy_line(PolicyStatus("tiny", 3, "ab" * 32)) == ["policy  tiny@3  abababababab"]
+    assert policy_line(None) == []
+
+
+def test_a_line_about_an_unscorable_trajectory_says_why() -> None:
+    item = scored()
+    assert "too many" not in trajectory_line(item).plain
+    item.score.MergeFrom(trajectory_pb2.Score(verdict=trajectory_pb2.VERDICT_KIND_UNSCORABLE, reason="too many digits"))
+    assert trajectory_line(item).plain.endswith("too many digits")

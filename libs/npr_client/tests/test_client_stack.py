@@ -15,9 +15,10 @@ import pytest
 from npr_client import stack
 from npr_client.stack import StateDir
 from npr_client.stack.components import COMPONENTS, dependents, with_needs
+from npr_client.stack.logs import size, wrong_settings
 from npr_client.stack.probes import Health
 from npr_client.stack.processes import COMPONENT_VARIABLE, STACK_VARIABLE, ProcessIdentity, marked_processes
-from npr_client.stack.state import StackState, load_state, save_state
+from npr_client.stack.state import Phase, StackState, load_state, save_state
 from npr_common.errors import DataLossError, FailedPreconditionError, InvalidArgumentError
 
 ONLY = ("buffer",)
@@ -180,6 +181,33 @@ def test_a_service_that_cannot_start_is_told_with_its_last_words(
     monkeypatch.setenv("NPR_TLS_KEY", "/nowhere/key.pem")
     with pytest.raises(FailedPreconditionError, match=r"buffer does not start: .*exit code 1.*key\.pem"):
         stack.up(place, ONLY)
+
+
+def test_wrong_settings_are_told_at_once_and_right_ones_heal_the_stack(
+    place: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPR_BUFFER_MAX_OPEN_GROUPS", "many")
+    with pytest.raises(FailedPreconditionError, match="correct NPR_BUFFER_MAX_OPEN_GROUPS, then `npr up`"):
+        stack.up(place, ONLY)
+    before = state_of(place)
+    buffer = before.component("buffer")
+    assert buffer.phase is Phase.WRONG_SETTINGS
+    assert buffer.last_error.startswith("NPR_BUFFER_MAX_OPEN_GROUPS: Input should be a valid integer")
+    assert buffer.restarts == 0
+
+    monkeypatch.setenv("NPR_BUFFER_MAX_OPEN_GROUPS", "9")
+    after = stack.up(place, ONLY)
+    assert process_of(after, "valkey") == process_of(before, "valkey")
+    assert after.component("buffer").last_error == ""
+
+
+def test_only_lines_of_the_process_itself_name_wrong_variables(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("NPR_A: from an earlier start\n")
+    begin = size(log)
+    with log.open("a") as file:
+        file.write("a warning\nNPR_B: wrong\n")
+    assert wrong_settings(log, begin) == ["NPR_B: wrong"]
 
 
 def test_a_damaged_state_file_is_a_typed_error(place: StateDir) -> None:

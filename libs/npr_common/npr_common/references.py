@@ -22,7 +22,7 @@ def resolve_reference(reference: str) -> str:
         return reference
     path = Path(reference).expanduser()
     if not path.exists():
-        raise NotFoundError(f"{reference} is not there: correct the path in the recipe", reason="REFERENCE_NOT_FOUND")
+        raise NotFoundError(f"{reference} is not there: correct the path", reason="REFERENCE_NOT_FOUND")
     return str(path)
 
 

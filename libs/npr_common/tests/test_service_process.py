@@ -1,10 +1,14 @@
 """A service process is healthy when `start` returns, keeps its address, and says where to look when it fails."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
 import pytest
 
+from npr_common.config import WRONG_SETTINGS_EXIT_CODE
 from npr_common.rpc.server import is_loopback
 from npr_common.testing.processes import ServiceProcess, service_process
 
@@ -12,6 +16,8 @@ SERVICE = """
 import os
 from pathlib import Path
 import grpc
+from pydantic_settings import SettingsConfigDict
+from npr_common.config import Settings
 from npr_common.rpc.server import run
 
 
@@ -30,7 +36,19 @@ class Idle:
         Path(os.environ["IDLE_DRAINED"]).touch()
 
 
-run(Idle)
+class IdleSettings(Settings):
+    model_config = SettingsConfigDict(env_prefix="NPR_IDLE_", extra="ignore")
+
+    seconds: float = 1.0
+    names: tuple[str, ...] = ()
+
+
+def make() -> Idle:
+    IdleSettings()
+    return Idle()
+
+
+run(make)
 """
 
 
@@ -63,3 +81,36 @@ def test_one_that_fails_names_its_log(tmp_path: Path, environment: dict[str, str
     assert "told to fail" in (tmp_path / "state" / "idle_service.log").read_text("utf-8")
     with pytest.raises(RuntimeError, match="start it first"):
         process.stop()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"NPR_IDLE_SECONDS": "soon", "NPR_MAX_MESSAGE_MIB": "0", "NPR_DRAIN_SECONDS": "-1"},
+            [
+                "NPR_MAX_MESSAGE_MIB: Input should be greater than or equal to 1",
+                "NPR_DRAIN_SECONDS: Input should be greater than or equal to 0",
+                "NPR_IDLE_SECONDS: Input should be a valid number, unable to parse string as a number",
+            ],
+        ),
+        ({"NPR_IDLE_NAMES": "a,b"}, ["NPR_IDLE_NAMES: Input should be JSON"]),
+        ({"NPR_IDLE_NAMES": "[1, 2]"}, ["NPR_IDLE_NAMES: Input should be a valid string"]),
+        ({"NPR_LOG_LEVEL": "loud"}, ["NPR_LOG_LEVEL: Input should be CRITICAL, FATAL, ERROR, WARN, WARNING, INFO"]),
+    ],
+)
+def test_wrong_settings_end_it_with_a_line_each(
+    environment: dict[str, str], settings: dict[str, str], told: list[str]
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "idle_service"],
+        env={**os.environ, **environment, **settings},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == WRONG_SETTINGS_EXIT_CODE
+    lines = ended.stderr.splitlines()
+    assert len(lines) == len(told)
+    assert all(line.startswith(start) for line, start in zip(lines, told, strict=True)), lines

@@ -1,10 +1,12 @@
 """Configuration of the buffer, from the environment (prefix `NPR_BUFFER_`)."""
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from npr_common.config import Settings
 
 
-class BufferSettings(BaseSettings):
+class BufferSettings(Settings):
     """Where Redis is and how patient the buffer is."""
 
     model_config = SettingsConfigDict(env_prefix="NPR_BUFFER_", frozen=True, extra="ignore")

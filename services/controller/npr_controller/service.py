@@ -163,7 +163,11 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
     async def _same_run(self, run_id: str, recipe: Recipe) -> RunRecord:
         record = await self._store.get(run_id)
         if parse_recipe(record.recipe_yaml) != recipe:
-            raise AlreadyExistsError(f"run {run_id} exists with another recipe: choose another id", reason="RUN_EXISTS")
+            message = (
+                f"run {run_id} exists with another recipe: choose another id, or go on with the run that is there by "
+                f"`npr run --resume {run_id}`"
+            )
+            raise AlreadyExistsError(message, reason="RUN_EXISTS")
         return record
 
     async def _moved(self, run_id: str, sources: set[RunState], target: RunState, kind: EventKind) -> RunRecord:

@@ -1,10 +1,12 @@
 """Deployment of the controller, from the environment (prefix `NPR_CONTROLLER_`)."""
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from npr_common.config import Settings
 
 
-class ControllerSettings(BaseSettings):
+class ControllerSettings(Settings):
     """Where the run state is, and how long to wait for whom."""
 
     model_config = SettingsConfigDict(env_prefix="NPR_CONTROLLER_", frozen=True, extra="ignore")

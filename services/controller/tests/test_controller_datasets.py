@@ -82,7 +82,7 @@ def test_named_fields_win_and_the_limit_holds(tmp_path: Path) -> None:
         ('{"title": "x"}', InvalidArgumentError, "record 0: can't find question and answer among the fields title"),
         ("not json", InvalidArgumentError, "neither Parquet nor JSON lines"),
         ("", InvalidArgumentError, "holds no problem"),
-        (None, NotFoundError, "is not there: correct the path"),
+        (None, NotFoundError, "is not there: correct the path$"),
     ],
 )
 def test_bad_files_are_one_line_errors(content: str | None, error: type[Exception], told: str, tmp_path: Path) -> None:

@@ -50,7 +50,14 @@ def test_the_reference_runs_values_are_those_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"stagez": []}, "stagez: unknown key"),
+        ({"stagez": []}, "stagez: unknown key; did you mean 'stages'?"),
+        ({"nonsense": 1}, "nonsense: unknown key; docs/recipes.md lists the keys"),
+        ({"decoding": {"max_token": 9}}, "decoding.max_token: unknown key; did you mean 'max_tokens'?"),
+        ({"data": {"test": {"own": {"kind": "multipart", "splits": "test"}}}}, "did you mean 'split'?"),
+        (
+            {"stages": [{"kind": "beta", "problems": 1, "tries": 1, "learning": {"learning_rate": 1, "epoch": 2}}]},
+            "stages.0.beta.learning.epoch: unknown key; did you mean 'epochs'?",
+        ),
         ({"decoding": {"min_p": 1.0}}, "decoding.min_p: Input should be less than 1"),
         ({"decoding": {"budget": {"share": "all"}}}, "decoding.budget.share: Input should be 'first_come' or 'fair'"),
         ({"decoding": {"budget": {"early_stop": {"quorum": 1}}}}, "quorum needs a straggler_factor of at least 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ async def test_creating_a_run_again_answers_with_it_and_another_recipe_is_refuse
         first = await system.create()
         again = await system.create()
         assert again.created_at == first.created_at
-        with pytest.raises(AlreadyExistsError, match="choose another id"):
+        with pytest.raises(AlreadyExistsError, match=r"choose another id, .*npr run --resume"):
             await system.create(seed=7)
         await system.rest()
 
@@ -282,6 +283,19 @@ async def test_rejection_sampling_retries_only_what_was_not_accepted(make_system
         assert trajectory_ids == ("beta-r0-0/0", "beta-r0-2/0", "beta-r0-4/0", "beta-r1-1/0", "beta-r1-3/0")
         audit = await system.audit()
         assert (audit.counts.discarded, audit.consumed_by["beta/sft"]) == (2, 5)
+
+
+async def test_a_stage_without_steps_tells_where_it_is(make_system) -> None:
+    async with make_system() as system:
+        await system.create(stages=[{"kind": "beta", "problems": 5, "tries": 2, "learning": LEARNING}])
+        events = await system.rest()
+    first = {event.kind: event for event in reversed(events)}
+    assert re.fullmatch(
+        r"sampling, round 1 of \d: \d+ of \d+ trajectories, \d+ accepted so far", first["sampling"].message
+    )
+    assert {"trajectories", "trajectories_expected", "accepted"} <= first["sampling"].metrics.keys()
+    assert first["fine_tuning"].message == "fine-tuning, update 1 of 2, loss 1"
+    assert sum(event.kind == "fine_tuning" for event in events) == 1, "a line every few seconds"
 
 
 async def test_a_stopped_run_rests_and_resumes_where_it_was(make_system) -> None:

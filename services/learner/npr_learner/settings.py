@@ -1,10 +1,12 @@
 """Configuration of the learner, from the environment (prefix `NPR_LEARNER_`)."""
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from npr_common.config import Settings
 
 
-class LearnerSettings(BaseSettings):
+class LearnerSettings(Settings):
     """Where the learner computes and how long it waits."""
 
     model_config = SettingsConfigDict(env_prefix="NPR_LEARNER_", frozen=True, extra="ignore")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
+from npr_common.config import Settings
 from npr_reward.sandbox import Limits
 
 
-class RewardSettings(BaseSettings):
+class RewardSettings(Settings):
     """How many processes judge, under which limits, and with which verifiers."""
 
     model_config = SettingsConfigDict(env_prefix="NPR_REWARD_", frozen=True, extra="ignore")

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 PROGRESS_STEPS = 32
 """An engine that was made again after a fault has to decode so many steps to be worth it once more."""
 
-_NOTHING_SERVED = "No policy is loaded; wait until the service is healthy."
+_NOTHING_SERVED = "No policy is served: name one with `npr serve-policy RUN`, or submit a job that names one."
 
 
 class Engines:

@@ -9,15 +9,17 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from npr.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+from npr.reward.v1 import reward_pb2, reward_pb2_grpc
 from npr.rollout.v1 import rollout_pb2
-from npr.types.v1 import sampling_pb2, trajectory_pb2
-from npr_common.errors import InvalidArgumentError, NotFoundError
+from npr.types.v1 import prompt_pb2, sampling_pb2, trajectory_pb2
+from npr_common.errors import InvalidArgumentError, NotFoundError, NprError
 from npr_common.rpc import call_durably, rpc_errors
 from npr_common.telemetry import current_traceparent
 from npr_rollout.messages import Decoding, check_policy_ref, timestamp
@@ -31,29 +33,64 @@ _CANCELLED = "the job was cancelled"
 _OPEN = {buffer_pb2.GROUP_STATE_WAITING, buffer_pb2.GROUP_STATE_LEASED}
 _THERE = {buffer_pb2.GROUP_STATE_READY, buffer_pb2.GROUP_STATE_CONSUMED}
 _READ_BATCH = 32
+_VERIFIERS_SECONDS = 5.0
+_TOLD_VIOLATIONS = 10
+
+log = logging.getLogger(__name__)
 
 
 class Jobs:
     """The job API over the buffer."""
 
-    def __init__(self, buffer: buffer_pb2_grpc.BufferServiceAsyncStub, peer_wait_seconds: float) -> None:
+    def __init__(
+        self,
+        buffer: buffer_pb2_grpc.BufferServiceAsyncStub,
+        reward: reward_pb2_grpc.RewardServiceAsyncStub,
+        peer_wait_seconds: float,
+    ) -> None:
         self._buffer = buffer
+        self._reward = reward
         self._peer_wait = peer_wait_seconds
 
     async def submit(self, request: rollout_pb2.SubmitJobRequest) -> str:
         """Put a job on the queue; its id.
 
         Raises:
-            InvalidArgumentError: naming the fields.
+            InvalidArgumentError: naming the fields, or a verifier that is unknown.
         """
         _check(request)
         job_id = request.request_id
         if not await self._groups(job_id, without_samples=True):
+            await self._check_verifiers(request.prompts)
             enqueue = buffer_pb2.EnqueueGroupsRequest(request_id=f"job-{job_id}", groups=_groups(request))
             await call_durably(
                 lambda: self._buffer.EnqueueGroups(enqueue), whom="the buffer", deadline_seconds=self._peer_wait
             )
         return job_id
+
+    async def _check_verifiers(self, prompts: Sequence[prompt_pb2.Prompt]) -> None:
+        """Raises InvalidArgumentError when the reward service doesn't know a verifier; one that is away is believed."""
+        named = {prompt.verifier for prompt in prompts if prompt.verifier}
+        if not named:
+            return
+        try:
+            with rpc_errors():
+                answer = await self._reward.ListVerifiers(reward_pb2.ListVerifiersRequest(), timeout=_VERIFIERS_SECONDS)
+        except NprError as error:
+            log.warning("a job's verifiers are not checked: %s", error.message)
+            return
+        known = [verifier.name for verifier in answer.verifiers]
+        bad = {
+            f"prompts[{index}].verifier": f"no verifier is named {prompt.verifier!r}"
+            for index, prompt in enumerate(prompts)
+            if prompt.verifier and prompt.verifier not in known
+        }
+        if bad:
+            field, why = next(iter(bad.items()))
+            message = f"The job can't be submitted: {field}: {why}; choose one of {', '.join(known)}"
+            # As many as an answer's trailing metadata holds with ease.
+            violations = dict(list(bad.items())[:_TOLD_VIOLATIONS])
+            raise InvalidArgumentError(message, reason="UNKNOWN_VERIFIER", field_violations=violations)
 
     async def get(self, job_id: str) -> rollout_pb2.Job:
         """A job's counts. Raises NotFoundError."""
@@ -189,4 +226,4 @@ def _state(groups: Sequence[buffer_pb2.GroupSummary]) -> rollout_pb2.JobState.Va
 
 def _name(name: str, prefix: str) -> str:
     short = name.removeprefix(prefix).lower()
-    return "unjudged" if short == "unspecified" else short
+    return "not_judged" if short == "unspecified" else short

@@ -74,7 +74,7 @@ class RolloutService:
         reward: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(reward_channel)
         self._outbox = Outbox(buffer, reward, self._settings.peer_wait_seconds)
         self._worker = Worker(self._engine, buffer, self._outbox, self._switch, self._settings)
-        jobs = Jobs(buffer, self._settings.peer_wait_seconds)
+        jobs = Jobs(buffer, reward, self._settings.peer_wait_seconds)
         servicer = RolloutServicer(self._engine, self._switch, jobs, self._worker.worker_id, self._settings.max_waiting)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
 

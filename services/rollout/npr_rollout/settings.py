@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
+from npr_common.config import Settings
 from npr_rollout.engine.config import AttentionKind, KvDtype
 
 
-class RolloutSettings(BaseSettings):
+class RolloutSettings(Settings):
     """Sizes of the engine, and how the worker takes work."""
 
     model_config = SettingsConfigDict(env_prefix="NPR_ROLLOUT_", frozen=True, extra="ignore")

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,10 +49,12 @@ def decoding(max_tokens: int = 20, **sampling: Any) -> sampling_pb2.DecodingSpec
     )
 
 
-def job(policy: Any, prompts: int = 3, samples: int = 2, **fields: Any) -> rollout_pb2.SubmitJobRequest:
+def job(
+    policy: Any, prompts: int = 3, samples: int = 2, verifier: str = "math", **fields: Any
+) -> rollout_pb2.SubmitJobRequest:
     return rollout_pb2.SubmitJobRequest(
         request_id=f"job-{uuid.uuid4().hex[:12]}",
-        prompts=[prompt(f"a b {chr(99 + i)}", gold="7", verifier="math") for i in range(prompts)],
+        prompts=[prompt(f"a b {chr(99 + i)}", gold="7", verifier=verifier) for i in range(prompts)],
         samples_per_prompt=samples,
         decoding=fields.pop("decoding", decoding()),
         policy=policy,
@@ -132,10 +135,36 @@ async def test_leaving_a_stream_gives_every_page_back(peers: Any, publish: Any) 
     assert (status.pages_used, list(status.audit_problems)) == (0, [])
 
 
+async def test_a_job_with_an_unknown_verifier_is_refused_with_those_there_are(peers: Any, publish: Any) -> None:
+    request = job(publish("verifiers"))
+    request.prompts[1].verifier = "chess"
+    async with rollout(peers, worker=False) as stub:
+        with pytest.raises(InvalidArgumentError, match=r"named 'chess'; choose one of .*math") as caught, rpc_errors():
+            await stub.SubmitJob(request)
+        with pytest.raises(NotFoundError), rpc_errors():
+            await stub.GetJob(rollout_pb2.GetJobRequest(job_id=request.request_id))
+    assert set(caught.value.field_violations) == {"prompts[1].verifier"}
+
+
+async def test_a_verifier_is_believed_while_the_reward_service_is_away(peers: Any, publish: Any) -> None:
+    request = job(publish("away"), verifier="chess")
+    away = replace(peers, addresses=peers.addresses.model_copy(update={"reward_address": "127.0.0.1:1"}))
+    async with rollout(away, worker=False) as stub:
+        assert (await stub.SubmitJob(request)).job_id == request.request_id
+
+
+async def test_a_job_without_a_verifier_is_not_judged(peers: Any, publish: Any) -> None:
+    async with rollout(peers) as stub:
+        request = job(publish("alone"), verifier="")
+        await stub.SubmitJob(request)
+        done, _ = await watch_to_end(stub, request.request_id)
+    assert dict(done.verdicts) == {"not_judged": 6}
+
+
 async def test_bad_requests_say_what_to_do(peers: Any, publish: Any) -> None:
     policy = publish("bad")
     async with rollout(peers, worker=False) as stub:
-        with pytest.raises(FailedPreconditionError), rpc_errors():
+        with pytest.raises(FailedPreconditionError, match="npr serve-policy RUN"), rpc_errors():
             async for _ in stub.Generate(rollout_pb2.GenerateRequest(prompt=prompt(), decoding=decoding())):
                 pass
         with pytest.raises(NotFoundError), rpc_errors():

@@ -12,7 +12,7 @@ import typer
 
 from npr_client.cli.options import JsonOption, StateDirOption, with_client
 from npr_client.cli.output import Output
-from npr_client.cli.policies import ModelOption, PolicyOption, find_policy
+from npr_client.cli.policies import ModelOption, PolicyOption, find_policy, policy_metadata
 from npr_client.cli.recipes import to_yaml
 from npr_client.cli.runs import RunsDirOption, ensure_stack, finish, going_on
 from npr_client.render.tables import stages_table
@@ -43,9 +43,10 @@ def evaluate(
     """Measures a model or a published policy on problems: avg@k, pass@k, parallel rate, tokens."""
     out = Output(as_json)
     ensure_stack(state_dir, out)
+    place = StateDir.at(state_dir)
     recipe = {
         "name": "evaluation",
-        **_weights(model, policy, StateDir.at(state_dir)),
+        **_weights(model, policy, place),
         "data": {"test": dict(_source(text, limit, verifier) for text in data)},
         "decoding": _decoding(temperature, max_tokens),
         "evaluation": {
@@ -55,6 +56,8 @@ def evaluate(
         },
     }
 
+    if sequential and policy is not None and policy_metadata(policy, place).has_tag_tokens:
+        out.say(f"warning: {policy} was trained to decode in parallel; --sequential measures it without forks")
     name = run_id or _fresh_id(model or policy or "")
 
     async def work(client: NprClient) -> Path:
@@ -65,6 +68,7 @@ def evaluate(
         report = with_client(state_dir, work)
     if not as_json:
         out.results.print(stages_table(json.loads(report.read_bytes())["stages"]))
+    out.line(str(report))
 
 
 def _weights(model: str | None, policy: str | None, state_dir: StateDir) -> dict[str, Any]:

@@ -138,13 +138,15 @@ def trajectory_line(scored: trajectory_pb2.ScoredTrajectory) -> Text:
     trajectory, score = scored.trajectory, scored.score
     ledger = trajectory.ledger
     verdict = words.verdict(score.verdict)
+    unscorable = score.verdict == trajectory_pb2.VERDICT_KIND_UNSCORABLE
     style = {"correct": "green", "incorrect": "red"}.get(verdict, "yellow")
     return Text.assemble(
         (trajectory.trajectory_id, "cyan"),
         f"  {words.outcome(trajectory.outcome)}  ",
-        (verdict if verdict != "unspecified" else "not judged", style),
+        (verdict, style),
         f"  {ledger.total_tokens} tokens, critical path {ledger.critical_path_tokens}",
         f"  answer {score.answer}" if score.answer else "",
+        f"  {score.reason}" if unscorable else "",
     )
 
 

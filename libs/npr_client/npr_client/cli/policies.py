@@ -17,7 +17,7 @@ from npr_client.sdk.policies import InFlight, published_policy
 from npr_client.stack.layout import StateDir
 from npr_common.config import Addresses
 from npr_common.errors import FailedPreconditionError, InvalidArgumentError
-from npr_common.policy_store import PolicyStore
+from npr_common.policy_store import PolicyMetadata, PolicyStore
 from npr_common.references import absolute_reference
 
 ModelOption = Annotated[
@@ -78,6 +78,11 @@ def serve_policy(
 def find_policy(name: str, state_dir: StateDir) -> policy_pb2.PolicyRef:
     """The published policy of that name, in the environment's policy store or the local stack's."""
     return published_policy(_policy_store(state_dir, state_dir.cache_folder), name)
+
+
+def policy_metadata(name: str, state_dir: StateDir) -> PolicyMetadata:
+    """What the published policy of that name says of itself."""
+    return _policy_store(state_dir, state_dir.cache_folder).manifest(find_policy(name, state_dir)).metadata
 
 
 def _policy_store(state_dir: StateDir, cache_folder: Path) -> PolicyStore:

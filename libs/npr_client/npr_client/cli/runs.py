@@ -65,7 +65,7 @@ def run(
             out.result({"run": started}, Text(name))
         else:
             since = started.updated_at.ToDatetime() if resume else None
-            await finish(client, name, runs_dir.absolute(), out, since)
+            out.line(str(await finish(client, name, runs_dir.absolute(), out, since)))
 
     with going_on(name, out):
         with_client(state_dir, work)
@@ -103,7 +103,7 @@ def _fresh_id(recipe: Path | None) -> str:
 
 
 async def finish(client: NprClient, run_id: str, runs_dir: Path, out: Output, since: datetime | None = None) -> Path:
-    """Follows a run to its end and writes its report; the last line on standard output is the path of report.json.
+    """Follows a run to its end and writes its report; the path of report.json, for the last line on standard output.
 
     Raises:
         typer.Exit: the run failed or was stopped; the report so far is written all the same.
@@ -112,7 +112,6 @@ async def finish(client: NprClient, run_id: str, runs_dir: Path, out: Output, si
     path = await write_report(client, run_id, runs_dir)
     out.say(f"report: {path.with_name('report.html')}")
     if ended.state == controller_pb2.RUN_STATE_COMPLETED:
-        out.line(str(path))
         return path
     out.say(f"error: {outcome_line(ended)}; go on with `npr run --resume {run_id}`")
     raise typer.Exit(RUN_STOPPED if ended.state == controller_pb2.RUN_STATE_STOPPED else RUN_FAILED)

@@ -15,7 +15,7 @@ from npr_client.render.tables import plain_table
 from npr_client.render.tree import trajectory_tree
 from npr_client.render.view import view_trajectory
 from npr_client.sdk import NprClient
-from npr_common.errors import FailedPreconditionError
+from npr_common.errors import FailedPreconditionError, NotFoundError
 
 # Where the rollout service keeps the trajectories of jobs.
 JOBS_RUN = "jobs"
@@ -33,7 +33,16 @@ def show(
 
     async def work(client: NprClient) -> buffer_pb2.GetTrajectoryResponse:
         runs = [run_id] if run_id is not None else [JOBS_RUN, *await _known_runs(client)]
-        return await client.trajectories.find(runs, trajectory_id)
+        try:
+            return await client.trajectories.find(runs, trajectory_id)
+        except NotFoundError as error:
+            if not await _is_job(client, trajectory_id):
+                raise
+            message = (
+                f"{trajectory_id} is a job: `npr trajectories {JOBS_RUN} --channel {trajectory_id}` lists its "
+                "trajectories, `npr show` draws one"
+            )
+            raise NotFoundError(message, reason="TRAJECTORY_NOT_FOUND") from error
 
     found = with_client(state_dir, work)
     table = named or dialect_named(found.group.dialect or "npr")
@@ -52,6 +61,10 @@ async def _known_runs(client: NprClient) -> list[str]:
         return [run.run_id for run in await client.runs.list()]
     except FailedPreconditionError:  # a stack without a controller has jobs all the same
         return []
+
+
+async def _is_job(client: NprClient, name: str) -> bool:
+    return bool(await client.trajectories.groups(JOBS_RUN, name))
 
 
 def trajectories(

@@ -13,7 +13,7 @@ from npr_client.cli.options import JsonOption, StateDirOption
 from npr_client.cli.output import Output
 from npr_client.render.tables import stack_table
 from npr_client.stack.layout import StateDir
-from npr_client.stack.state import Phase, StackState, load_state
+from npr_client.stack.state import ComponentState, Phase, StackState, load_state
 
 NOT_HEALTHY = 1
 
@@ -41,15 +41,21 @@ def bring_up(place: StateDir, out: Output, only: str | None = None) -> None:
 
     def tell(state: StackState) -> None:
         for name, component in state.components.items():
-            if told.get(name) is not component.phase:
-                told[name] = component.phase
-                out.say(f"{name}: {component.phase.replace('_', ' ')}{_trouble(component.last_error)}")
+            # What was stopped before is about to start: no news.
+            if component.phase is not told.get(name) and component.phase is not Phase.STOPPED:
+                for line in _news(name, component):
+                    out.say(line)
+            told[name] = component.phase
 
     stack.up(place, names, on_change=tell)
 
 
-def _trouble(error: str) -> str:
-    return f" ({error})" if error else ""
+def _news(name: str, component: ComponentState) -> list[str]:
+    """What has become of a component; a line more for each variable that is wrong."""
+    told, error = f"{name}: {component.phase.replace('_', ' ')}", component.last_error
+    if component.phase is Phase.WRONG_SETTINGS:
+        return [told, *error.splitlines()]
+    return [f"{told} ({error})" if error else told]
 
 
 def down(state_dir: StateDirOption = None, as_json: JsonOption = False) -> None:

@@ -12,34 +12,42 @@ from rich.text import Text
 from npr.controller.v1 import controller_pb2
 from npr_client.render import words
 
-# Shown in this order when an event brings them; the rest is in the report.
+# Shown in this order when an event brings them, as many as there is room for; the rest is in the report.
 HEADLINE_METRICS = {
     "reward_mean": "reward",
     "accuracy": "accuracy",
     "format_pass_rate": "format",
-    "malformed_rate": "malformed",
     "parallel_rate": "parallel",
-    "kept_fraction": "kept",
     "loss": "loss",
+    "malformed_rate": "malformed",
+    "kept_fraction": "kept",
     "entropy": "entropy",
     "total_tokens": "tokens",
     "critical_path_tokens": "critical path",
     "seconds": "seconds",
 }
+LINE_COLUMNS = 120
+# Progress of stages without steps; each event says where the stage is.
+STEPLESS_KINDS = frozenset({"sampling", "fine_tuning"})
+# What a log that shows no live display is told besides milestones.
+LOGGED_KINDS = STEPLESS_KINDS | {"step_finished"}
 # Too frequent, or told by the command's last line.
-PASSING_KINDS = frozenset({"rollout_progress", "train_progress", "sampled", "resampled", "step_finished", "failed"})
+PASSING_KINDS = LOGGED_KINDS | {"rollout_progress", "train_progress", "sampled", "resampled", "failed"}
 
 
 class RunProgress:
     """Takes a run's events in order; `render` draws the present."""
 
     def __init__(self, run_id: str, *, tell_steps: bool = False) -> None:
-        """`tell_steps` makes every finished step a milestone, for a log that shows no live display."""
+        """`tell_steps` makes milestones of finished steps, and of progress in stages without steps: for a log without a
+        live display.
+        """
         self._run_id = run_id
-        self._passing = PASSING_KINDS - {"step_finished"} if tell_steps else PASSING_KINDS
+        self._passing = PASSING_KINDS - LOGGED_KINDS if tell_steps else PASSING_KINDS
         self._run = controller_pb2.Run(run_id=run_id)
         self._metrics: dict[str, float] = {}
         self._message = ""
+        self._is_stepless = False
 
     def add(self, event: controller_pb2.RunEvent) -> str | None:
         """Takes an event; returns the line that is worth keeping, if it is a milestone."""
@@ -48,6 +56,7 @@ class RunProgress:
         self._run = event.run
         self._metrics.update(event.metrics)
         self._message = event.message
+        self._is_stepless = event.kind in STEPLESS_KINDS
         return None if event.kind in self._passing else milestone(event)
 
     def render(self) -> RenderableType:
@@ -62,22 +71,27 @@ class RunProgress:
             ProgressBar(total=max(run.steps, 1), completed=run.step, width=30),
             Text(step),
         )
-        return Group(line, Text(headline(self._metrics) or self._message, style="dim"))
+        numbers = "" if self._is_stepless else headline(self._metrics)
+        return Group(line, Text(numbers or self._message, style="dim"))
 
 
-def headline(metrics: Mapping[str, float]) -> str:
-    """The few numbers that say how a run fares."""
+def headline(metrics: Mapping[str, float], columns: int | None = None) -> str:
+    """The few numbers that say how a run fares: the first ones that fit."""
     shown = [f"{label} {_number(metrics[name])}" for name, label in HEADLINE_METRICS.items() if name in metrics]
+    while columns is not None and len("  ".join(shown)) > columns:
+        shown.pop()
     return "  ".join(shown)
 
 
 def milestone(event: controller_pb2.RunEvent) -> str:
-    """One line about an event."""
+    """One line about an event; numbers don't make it longer than `LINE_COLUMNS`."""
     run = event.run
     stage = f"[{run.stage}] " if run.stage else ""
-    step = f" {run.step}/{run.steps}" if event.kind == "step_finished" else ""
-    text = event.message or f"{event.kind.replace('_', ' ')}{step}  {headline(event.metrics)}"
-    return f"{event.at.ToDatetime():%H:%M:%S} {stage}{text}".rstrip()
+    begin = f"{event.at.ToDatetime():%H:%M:%S} {stage}"
+    if event.message:
+        return f"{begin}{event.message}"
+    begin += f"step {run.step}/{run.steps}  " if event.kind == "step_finished" else f"{event.kind.replace('_', ' ')}  "
+    return f"{begin}{headline(event.metrics, LINE_COLUMNS - len(begin))}".rstrip()
 
 
 def outcome_line(run: controller_pb2.Run) -> str:

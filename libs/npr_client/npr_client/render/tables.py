@@ -56,7 +56,8 @@ def _stack_notes(status: StackStatus) -> Iterable[Text]:
             f"{queue.leased_groups} leased, {queue.expired_leases} leases expired so far"
         )
     if status.policy is not None:
-        yield Text(f"policy  {status.policy.line}@{status.policy.version}  {status.policy.digest[:12]}")
+        named = f"{status.policy.line}@{status.policy.version}  {status.policy.digest[:12]}"
+        yield Text(f"policy  {named if status.policy.line else 'none'}")
     lives = any(component.health is not Health.STOPPED for component in status.components)
     if not status.supervisor_alive:
         yield Text("no supervisor: `npr up` heals the stack" if lives else "not running: `npr up` starts it", "yellow")
@@ -124,7 +125,7 @@ def stages_table(stages: Iterable[Mapping[str, Any]]) -> Table:
 
 def counts(by_name: Mapping[str, int]) -> str:
     """Such as `3 correct, 1 incorrect`."""
-    return ", ".join(f"{count} {name.lower()}" for name, count in sorted(by_name.items()) if count)
+    return ", ".join(f"{count} {name.lower().replace('_', ' ')}" for name, count in sorted(by_name.items()) if count)
 
 
 def plain_table(*columns: str) -> Table:

@@ -111,7 +111,7 @@ def _add_notes(tree: Tree, trajectory: trajectory_pb2.Trajectory, violations: It
 def _verdict(score: trajectory_pb2.Score) -> Text:
     word = words.verdict(score.verdict)
     if score.verdict == trajectory_pb2.VERDICT_KIND_UNSPECIFIED:
-        return Text(f"not judged  format penalty {score.format_penalty:g}", style="dim")
+        return Text(f"{word}  format penalty {score.format_penalty:g}", style="dim")
     line = Text.assemble((word, VERDICT_STYLES[word]), f"  {score.reason}")
     if score.answer:
         line.append(f"  answer {score.answer}")

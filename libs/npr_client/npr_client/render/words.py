@@ -44,7 +44,9 @@ def budget(policy: sampling_pb2.BudgetPolicy) -> str:
 
 
 def verdict(value: trajectory_pb2.VerdictKind.ValueType) -> str:
-    """`correct`, `incorrect`, `unscorable`, or `unspecified` where nothing was judged."""
+    """`correct`, `incorrect`, `unscorable`, or `not judged`."""
+    if value == trajectory_pb2.VERDICT_KIND_UNSPECIFIED:
+        return "not judged"
     return _word(trajectory_pb2.VerdictKind.Name(value), "VERDICT_KIND_")
 
 

@@ -21,7 +21,7 @@ from npr_client.stack.logs import last_line, rotate
 from npr_client.stack.probes import Health
 from npr_client.stack.processes import ProcessIdentity, wait_for_exit
 from npr_client.stack.report import StackStatus, describe
-from npr_client.stack.state import StackState, load_state, save_state
+from npr_client.stack.state import Phase, StackState, load_state, save_state
 from npr_client.stack.stopping import DRAIN_SECONDS, stop_components
 from npr_common.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 from npr_common.files import write_atomically
@@ -46,7 +46,8 @@ def up(
     `only` names the components to start (with what they need); others that run already go on running.
 
     Raises:
-        UnavailableError: a component fails to start; the message has its last words.
+        FailedPreconditionError: a component does not start; the message has its last words, or its wrong variables.
+        UnavailableError: the supervisor ended.
         DeadlineExceededError: it takes too long, or another command holds the stack.
     """
     wanted = with_needs(only or COMPONENTS)
@@ -54,6 +55,7 @@ def up(
     with _command_lock(state_dir, deadline_seconds):
         wait = functools.partial(_wait_healthy, state_dir, wanted, deadline_seconds, on_change)
         state = load_state(state_dir.state_file)
+        _dismiss_if_misconfigured(state)
         supervisor = _tell(state_dir, state, wanted)
         if supervisor is not None:
             with contextlib.suppress(UnavailableError):  # it was ending when it was told: start another
@@ -91,6 +93,15 @@ def _command_lock(state_dir: StateDir, deadline_seconds: float) -> Iterator[None
             f"another npr up or down holds {state_dir.root} since {deadline_seconds:.0f} s: wait for it or stop it"
         )
         raise DeadlineExceededError(message, reason="STACK_BUSY") from error
+
+
+def _dismiss_if_misconfigured(state: StackState | None) -> None:
+    """Kills a supervisor that has wrong settings in its environment; what it keeps is adopted by the next one."""
+    if state is None or state.supervisor is None:
+        return
+    if any(component.phase is Phase.WRONG_SETTINGS for component in state.components.values()):
+        state.supervisor.signal(signal.SIGKILL)
+        asyncio.run(wait_for_exit(state.supervisor))
 
 
 def _tell(state_dir: StateDir, state: StackState | None, wanted: Sequence[str]) -> ProcessIdentity | None:
@@ -164,6 +175,10 @@ def _raise_if_hopeless(
         return
     for name in wanted:
         component = state.component(name)
+        if component.phase is Phase.WRONG_SETTINGS:
+            variables = ", ".join(line.partition(":")[0] for line in component.last_error.splitlines())
+            message = f"{name} does not start: correct {variables}, then `npr up` (log: {state_dir.log_file(name)})"
+            raise FailedPreconditionError(message, reason="WRONG_SETTINGS", metadata={"service": name})
         if component.failed_starts >= HOPELESS_STARTS:
             message = f"{name} does not start: {component.last_error} (log: {state_dir.log_file(name)})"
             raise FailedPreconditionError(message, reason="SERVICE_DOES_NOT_START", metadata={"service": name})

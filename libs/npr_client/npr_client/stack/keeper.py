@@ -1,6 +1,7 @@
 """Keeps one component alive: adopts or starts it, waits until it is healthy, waits until it ends, starts it again.
 
-A component that keeps failing is tried again for ever, more and more slowly; `npr status` shows its last error.
+A component that keeps failing is tried again for ever, more and more slowly; `npr status` shows its last error. One
+whose settings are wrong is not: they are the supervisor's own environment, which `npr up` gives to a new supervisor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from npr_client.stack.board import Board
 from npr_client.stack.components import COMPONENTS, Component, Launch
 from npr_client.stack.layout import StateDir
-from npr_client.stack.logs import last_line, rotate
+from npr_client.stack.logs import last_line, rotate, size, wrong_settings
 from npr_client.stack.probes import Health
 from npr_client.stack.processes import (
     COMPONENT_VARIABLE,
@@ -25,6 +26,7 @@ from npr_client.stack.processes import (
     wait_for_exit,
 )
 from npr_client.stack.state import Phase
+from npr_common.config import WRONG_SETTINGS_EXIT_CODE
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +48,14 @@ class Keeper:
         self._board = board
         self._state_dir = state_dir
         self._child: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0  # of what the child says
 
     @property
     def name(self) -> str:
         return self._component.name
 
     async def run(self) -> None:
-        """Until cancelled; cancelling leaves the process alone."""
+        """Until cancelled, or until the settings turn out to be wrong; cancelling leaves the process alone."""
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             await self._board.wait_running(self._component.needs)
@@ -61,7 +64,8 @@ class Keeper:
                 await wait_for_exit(identity)
             if identity.uptime_seconds > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
-            await self._record_end(identity)
+            if await self._record_end(identity) is Phase.WRONG_SETTINGS:
+                return
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LONGEST_BACKOFF_SECONDS)
 
@@ -82,7 +86,10 @@ class Keeper:
         self._kill_strays()
         self._state_dir.address_file(self.name).unlink(missing_ok=True)
         launch = self._component.launch(self._state_dir, self._board.state.addresses)
-        self._child = _spawn(launch, self._board.state.stack_id, self.name, self._state_dir.log_file(self.name))
+        log_file = self._state_dir.log_file(self.name)
+        rotate(log_file)
+        self._log_begin = size(log_file)
+        self._child = _spawn(launch, self._board.state.stack_id, self.name, log_file)
         identity = ProcessIdentity.of(self._child.pid)
         await self._board.update(
             self.name,
@@ -131,11 +138,18 @@ class Keeper:
                 log.info("%s: restarting, %s has moved to %s", name, self.name, address)
                 state.process.signal(signal.SIGTERM)
 
-    async def _record_end(self, identity: ProcessIdentity) -> None:
+    async def _record_end(self, identity: ProcessIdentity) -> Phase:
+        """Writes down that and why the process ended; what is to follow."""
         await wait_for_exit(identity)
         code = self._child.wait() if self._child is not None and self._child.pid == identity.pid else None
         state = self._board.state.component(self.name)
         failed = state.phase is Phase.STARTING
+        if wrong := self._wrong_settings(code):
+            log.error("%s: %s", self.name, "; ".join(wrong))
+            await self._board.update(
+                self.name, phase=Phase.WRONG_SETTINGS, process=None, failed_starts=0, last_error="\n".join(wrong)
+            )
+            return Phase.WRONG_SETTINGS
         error = f"process {identity.pid} ended{_how(code)}"
         if code is None or code >= 0:  # a process that was killed had no last words
             error += f": {last_line(self._state_dir.log_file(self.name))}"
@@ -148,6 +162,12 @@ class Keeper:
             failed_starts=state.failed_starts + 1 if failed else 0,
             last_error=error,
         )
+        return Phase.BACKING_OFF
+
+    def _wrong_settings(self, code: int | None) -> list[str]:
+        if code != WRONG_SETTINGS_EXIT_CODE:
+            return []
+        return wrong_settings(self._state_dir.log_file(self.name), self._log_begin)
 
     @property
     def _recorded_address(self) -> str | None:
@@ -165,7 +185,6 @@ def make_keeper(name: str, board: Board, state_dir: StateDir) -> Keeper:
 
 def _spawn(launch: Launch, stack_id: str, name: str, log_file: Path) -> subprocess.Popen[bytes]:
     """Starts a process in a session of its own, so that no terminal's signal and no supervisor's end reaches it."""
-    rotate(log_file)
     inherited = {key: value for key, value in os.environ.items() if key not in ONE_PROCESS_ONLY}
     environment = {**inherited, **launch.environment, STACK_VARIABLE: stack_id, COMPONENT_VARIABLE: name}
     with log_file.open("ab") as output:

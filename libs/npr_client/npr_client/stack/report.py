@@ -41,7 +41,7 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class PolicyStatus:
-    """What the engine serves."""
+    """What the engine serves; no line when that is nothing, as after a start until work names a policy."""
 
     line: str
     version: int
@@ -117,6 +117,4 @@ async def _policy(state: StackState) -> PolicyStatus | None:
             engine = await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest(), timeout=PROBE_SECONDS)
         except grpc.aio.AioRpcError:
             return None
-    if not engine.HasField("policy"):
-        return None
     return PolicyStatus(engine.policy.line, engine.policy.version, engine.policy.digest)

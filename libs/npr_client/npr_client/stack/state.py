@@ -24,6 +24,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     BACKING_OFF = "backing_off"
+    WRONG_SETTINGS = "wrong_settings"
     STOPPED = "stopped"
 
 
@@ -32,6 +33,7 @@ class ComponentState(BaseModel):
 
     `launched_with` holds the addresses of the components it needs, as they were when it was started.
     `failed_starts` counts the starts in a row that never became healthy.
+    `last_error` has a line for each variable when the settings are wrong.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -69,9 +69,15 @@ def read_wanted(state_dir: StateDir) -> tuple[str, ...]:
 
 
 def _taken_over(state: StackState) -> StackState:
-    """The state under this supervisor: nothing counts as healthy until it has been probed anew."""
+    """The state under this supervisor: nothing counts as healthy until it has been probed anew, nothing as failed."""
     components = {
-        name: component.model_copy(update={"phase": Phase.STARTING if component.process else Phase.STOPPED})
+        name: component.model_copy(
+            update={
+                "phase": Phase.STARTING if component.process else Phase.STOPPED,
+                "failed_starts": 0,
+                "last_error": "",
+            }
+        )
         for name, component in state.components.items()
     }
     return state.model_copy(update={"components": components}).with_supervisor(ProcessIdentity.of(os.getpid()))

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import grpc
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from npr_common import telemetry
+from npr_common.config import Settings
 from npr_common.errors import UnavailableError, rpc_errors
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ SERVICE_CONFIG = json.dumps(
 )
 
 
-class ClientSettings(BaseSettings):
+class ClientSettings(Settings):
     """How to reach other services, from the environment (prefix `NPR_CLIENT_`)."""
 
     model_config = SettingsConfigDict(env_prefix="NPR_CLIENT_", frozen=True, extra="ignore")

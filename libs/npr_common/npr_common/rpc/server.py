@@ -20,9 +20,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from npr_common import telemetry
+from npr_common.config import WRONG_SETTINGS_EXIT_CODE, Settings, WrongSettingsError
 from npr_common.errors import FailedPreconditionError, NprError
 from npr_common.files import write_atomically
 from npr_common.rpc.interceptors import ErrorInterceptor
@@ -30,7 +31,7 @@ from npr_common.rpc.interceptors import ErrorInterceptor
 log = logging.getLogger(__name__)
 
 
-class ServerSettings(BaseSettings):
+class ServerSettings(Settings):
     """Deployment of any service, from the environment (prefix `NPR_`)."""
 
     model_config = SettingsConfigDict(env_prefix="NPR_", frozen=True, extra="ignore")
@@ -144,16 +145,42 @@ async def serve(service: Service, settings: ServerSettings) -> None:
 
 
 def run(make_service: Callable[[], Service]) -> None:
-    """The main function of a service process: settings, telemetry, `serve`, exit code."""
-    logging.basicConfig(level=os.environ.get("NPR_LOG_LEVEL", "INFO"), format=telemetry.LOG_FORMAT, stream=sys.stderr)
+    """The main function of a service process: settings, telemetry, `serve`, exit code.
+
+    Wrong settings end it with a code of their own, and the last lines on standard error are one a wrong variable.
+    """
     try:
-        settings = ServerSettings()
-        service = make_service()
+        settings, service = _configured(make_service)
         telemetry.setup(service.name, metrics_port=settings.metrics_port)
         asyncio.run(serve(service, settings))
+    except WrongSettingsError as error:
+        sys.stderr.writelines(f"{name}: {why}\n" for name, why in error.variables.items())
+        sys.exit(WRONG_SETTINGS_EXIT_CODE)
     except NprError as error:
         log.critical("%s", error.message)
         sys.exit(1)
+
+
+def _configured(make_service: Callable[[], Service]) -> tuple[ServerSettings, Service]:
+    """The server's settings and the service. Raises `WrongSettingsError` with what is wrong with any of them."""
+    settings, service = None, None
+    wrong: dict[str, str] = {}
+    level = os.environ.get("NPR_LOG_LEVEL", "INFO")
+    try:
+        logging.basicConfig(level=level, format=telemetry.LOG_FORMAT, stream=sys.stderr)
+    except ValueError:
+        wrong["NPR_LOG_LEVEL"] = f"Input should be {', '.join(logging.getLevelNamesMapping())}"
+    try:
+        settings = ServerSettings()
+    except WrongSettingsError as error:
+        wrong |= error.variables
+    try:
+        service = make_service()
+    except WrongSettingsError as error:
+        wrong |= error.variables
+    if settings is None or service is None or wrong:
+        raise WrongSettingsError(wrong)
+    return settings, service
 
 
 def _options(settings: ServerSettings) -> list[tuple[str, int]]:

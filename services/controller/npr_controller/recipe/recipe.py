@@ -5,6 +5,8 @@ the same prompts in the same order.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, Literal, Self
 
 import yaml
@@ -150,5 +152,40 @@ def parse_recipe(text: str) -> Recipe:
 def _violation(detail: Any) -> tuple[str, str]:
     field = ".".join(str(part) for part in detail["loc"]) or "recipe"
     if detail["type"] == "extra_forbidden":
-        return field, "unknown key; docs/recipes.md lists the keys"
+        *place, key = detail["loc"]
+        meant = get_close_matches(str(key), sorted(_keys_at(place)), n=1, cutoff=0.7)
+        return field, f"unknown key; {f'did you mean {meant[0]!r}? ' if meant else ''}docs/recipes.md lists the keys"
     return field, str(detail["msg"]).removeprefix("Value error, ")
+
+
+def _keys_at(place: Sequence[int | str]) -> set[str]:
+    """The keys that a recipe may have at a place, as pydantic names places: the kinds of parts stand in them too."""
+    schema = Recipe.model_json_schema()
+    parts = [schema]
+    for step in place:
+        parts = [inner for part in _resolved(parts, schema) for inner in _inner(part, step)]
+    return {key for part in _resolved(parts, schema) for key in part.get("properties", {})}
+
+
+def _resolved(parts: Sequence[Any], schema: Any) -> list[Any]:
+    """The parts with references followed and unions as their members, besides the unions themselves."""
+    resolved = []
+    for part in parts:
+        if "$ref" in part:
+            resolved += _resolved([schema["$defs"][part["$ref"].rpartition("/")[2]]], schema)
+        elif "anyOf" in part:
+            resolved += _resolved(part["anyOf"], schema)
+        else:
+            resolved.append(part)
+    return resolved
+
+
+def _inner(part: Any, step: int | str) -> list[Any]:
+    """What is inside of a part by an item's number, a union member's kind, or a key."""
+    if isinstance(step, int):
+        return [part["items"]] if "items" in part else []
+    kinds = part.get("discriminator", {}).get("mapping", {})
+    if step in kinds:
+        return [{"$ref": kinds[step]}]
+    keys = part.get("properties", {})
+    return [keys[step]] if step in keys else [part["additionalProperties"]] if "additionalProperties" in part else []

@@ -17,7 +17,7 @@ from npr_controller.recipe import BetaStage, Keep, PublishedPolicy
 from npr_controller.stages.context import RunContext
 from npr_controller.stages.fine_tuning import fine_tune
 from npr_controller.stages.records import RoundRecord
-from npr_controller.stages.rollouts import Batch, roll_out
+from npr_controller.stages.rollouts import Batch, progress_of, roll_out
 from npr_controller.state import EventKind
 
 
@@ -37,11 +37,14 @@ async def learn(ctx: RunContext, stage: BetaStage, previous: PublishedPolicy) ->
 
 @dataclass(frozen=True)
 class _Round:
-    """One round: its number, the problems (by their place in the stream) that wait, and how often each is tried."""
+    """One round: its number, the problems (by their place in the stream) that wait, how often each is tried, and how
+    many responses were accepted before it.
+    """
 
     number: int
     waiting: Sequence[int]
     tries: int
+    accepted: int
 
 
 async def _sample(ctx: RunContext, stage: BetaStage, sampler: PublishedPolicy) -> list[RoundRecord]:
@@ -52,7 +55,8 @@ async def _sample(ctx: RunContext, stage: BetaStage, sampler: PublishedPolicy) -
     while waiting and left > 0:
         tries = min(stage.tries_per_round, left)
         left -= tries
-        rounds.append(await _round(ctx, stage, sampler, _Round(len(rounds), waiting, tries)))
+        accepted_before = sum(len(record.trajectory_ids) for record in rounds)
+        rounds.append(await _round(ctx, stage, sampler, _Round(len(rounds), waiting, tries, accepted_before)))
         if stage.keep is Keep.FIRST:
             accepted = set(rounds[-1].accepted_problems)
             waiting = [problem for problem in waiting if problem not in accepted]
@@ -70,14 +74,33 @@ async def _round(ctx: RunContext, stage: BetaStage, sampler: PublishedPolicy, th
         stage=stage.name,
         phase="sample",
         step=this.number,
-        steps=-(-stage.tries // stage.tries_per_round),
+        steps=_round_count(stage),
     )
-    rolled = await roll_out(ctx, _batch(ctx, stage, sampler, this))
+    batch = _batch(ctx, stage, sampler, this)
+    rolled = await roll_out(ctx, batch, lambda counts: _tell(ctx, stage, this, batch, counts))
     record, refused = _accept(stage, rolled.groups, this.waiting)
     await ctx.buffer.discard(refused, "no response accepted")
     told = numbers(record.measures) | {"accepted": len(record.trajectory_ids), "tried": len(this.waiting)}
     await ctx.journal.record(EventKind.SAMPLED, metrics=told, facts={name: record}, step=this.number + 1)
     return record
+
+
+async def _tell(
+    ctx: RunContext, stage: BetaStage, this: _Round, batch: Batch, counts: buffer_pb2.WatchChannelResponse
+) -> None:
+    """A line every few seconds. The buffer's summaries say what would be accepted by now."""
+    if not ctx.journal.is_due(EventKind.SAMPLING):
+        return
+    accepted = this.accepted + sum(len(_kept(stage, group)) for group in await ctx.buffer.summaries(batch.channel))
+    message = (
+        f"sampling, round {this.number + 1} of {_round_count(stage)}: {counts.trajectories} of "
+        f"{counts.trajectories_expected} trajectories, {accepted} accepted so far"
+    )
+    await ctx.journal.progress(EventKind.SAMPLING, message, progress_of(counts) | {"accepted": accepted})
+
+
+def _round_count(stage: BetaStage) -> int:
+    return -(-stage.tries // stage.tries_per_round)
 
 
 def _problem_count(ctx: RunContext, stage: BetaStage) -> int:
@@ -107,11 +130,10 @@ def _accept(
     """What a round gave, and the groups that gave nothing."""
     trajectory_ids, group_ids, problems, refused = [], [], [], []
     for group, problem in zip(groups, waiting, strict=True):
-        good = [sample.sample_index for sample in group.samples if is_correct(sample) and not is_malformed(sample)]
-        if not good:
+        kept = _kept(stage, group)
+        if not kept:
             refused.append(group.group_id)
             continue
-        kept = good if stage.keep is Keep.ALL else good[:1]
         trajectory_ids += [f"{group.group_id}/{index}" for index in kept]
         group_ids.append(group.group_id)
         problems.append(problem)
@@ -120,3 +142,9 @@ def _accept(
         trajectory_ids=trajectory_ids, group_ids=group_ids, accepted_problems=problems, measures=measure(samples)
     )
     return record, refused
+
+
+def _kept(stage: BetaStage, group: buffer_pb2.GroupSummary) -> list[int]:
+    """The samples of a group that are accepted, by their indices."""
+    good = [sample.sample_index for sample in group.samples if is_correct(sample) and not is_malformed(sample)]
+    return good if stage.keep is Keep.ALL else good[:1]

@@ -52,5 +52,7 @@ async def _followed(ctx: RunContext, stage: str, request: learner_pb2.FineTuneRe
         progress = message.progress
         curve[progress.done] = {"step": progress.done, **progress.metrics}
         told = {"done": progress.done, "total": progress.total, **progress.metrics}
-        await ctx.journal.progress(EventKind.TRAIN_PROGRESS, progress.unit, told)
+        loss = f", loss {progress.metrics['loss']:.3g}" if "loss" in progress.metrics else ""
+        place = f"fine-tuning, update {progress.done} of {progress.total}"
+        await ctx.journal.progress(EventKind.FINE_TUNING, f"{place}{loss}", told)
     raise FailedPreconditionError(f"the learner ended the fine-tuning of {stage} without a result: see its log")

@@ -5,7 +5,7 @@ found again instead of asked for twice.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from npr.buffer.v1 import buffer_pb2
@@ -18,6 +18,8 @@ from npr_controller.stages.context import RunContext
 from npr_controller.state import EventKind
 
 OPEN_STATES = frozenset({buffer_pb2.GROUP_STATE_WAITING, buffer_pb2.GROUP_STATE_LEASED, buffer_pb2.GROUP_STATE_READY})
+
+Tell = Callable[[buffer_pb2.WatchChannelResponse], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,16 @@ class RolledOut:
         return [sample for group in self.groups for sample in group.samples]
 
 
-async def roll_out(ctx: RunContext, batch: Batch) -> RolledOut:
-    """Has a batch decoded and scored, and waits for the last group."""
+async def roll_out(ctx: RunContext, batch: Batch, tell: Tell | None = None) -> RolledOut:
+    """Has a batch decoded and scored, and waits for the last group; `tell` is called after each change."""
     started = time.monotonic()
     groups = [_group(ctx, batch, place) for place in range(len(batch.groups))]
     await ctx.buffer.enqueue(batch.channel, groups)
     async for counts in ctx.buffer.watch(batch.channel, ctx.limits.stall_seconds):
-        await ctx.journal.progress(EventKind.ROLLOUT_PROGRESS, "", _progress(counts))
+        if tell is not None:
+            await tell(counts)
+        else:
+            await ctx.journal.progress(EventKind.ROLLOUT_PROGRESS, "", progress_of(counts))
     summaries = {group.group_id: group for group in await ctx.buffer.summaries(batch.channel)}
     rolled = [summaries[group_id] for group_id, _ in batch.groups]
     return RolledOut(rolled, time.monotonic() - started)
@@ -88,7 +93,8 @@ def _group(ctx: RunContext, batch: Batch, place: int) -> buffer_pb2.Group:
     )
 
 
-def _progress(counts: buffer_pb2.WatchChannelResponse) -> dict[str, float]:
+def progress_of(counts: buffer_pb2.WatchChannelResponse) -> dict[str, float]:
+    """The counts by the names that events give them."""
     return {
         "trajectories": counts.trajectories,
         "trajectories_expected": counts.trajectories_expected,

@@ -18,6 +18,8 @@ Fact = TypeVar("Fact", bound=BaseModel)
 
 # Progress is for people: more often than this it only makes the log long.
 _PROGRESS_SECONDS = 1.0
+# Of a stage without steps: a line each, also where no display is drawn anew.
+_LINE_SECONDS = {EventKind.SAMPLING: 5.0, EventKind.FINE_TUNING: 5.0}
 
 
 class Journal:
@@ -27,7 +29,7 @@ class Journal:
         self._store = store
         self._facts = dict(facts)
         self._fence = fence
-        self._last_progress = -_PROGRESS_SECONDS
+        self._last_progress: dict[EventKind, float] = {}
         self.run = record
 
     @classmethod
@@ -67,8 +69,13 @@ class Journal:
             else:
                 self._facts[name] = text
 
+    def is_due(self, kind: EventKind) -> bool:
+        """Whether progress of this kind would be recorded now: to be asked where it is dear to find out."""
+        last = self._last_progress.get(kind)
+        return last is None or time.monotonic() - last >= _LINE_SECONDS.get(kind, _PROGRESS_SECONDS)
+
     async def progress(self, kind: EventKind, message: str, metrics: Mapping[str, float]) -> None:
-        """Like `record`, for people only: left out when the last one is less than a second old."""
-        if time.monotonic() - self._last_progress >= _PROGRESS_SECONDS:
-            self._last_progress = time.monotonic()
+        """Like `record`, for people only: left out when the last one of its kind is too young."""
+        if self.is_due(kind):
+            self._last_progress[kind] = time.monotonic()
             await self.record(kind, message, metrics=metrics)
