@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from npr.types.v1 import policy_pb2
 from npr_common.canary import Canary
-from npr_common.errors import AlreadyExistsError, DataLossError, NotFoundError
-from npr_common.policy_store import PolicyMetadata, PolicyStore
+from npr_common.errors import AlreadyExistsError, DataLossError, InvalidArgumentError, NotFoundError
+from npr_common.policy_store import Manifest, PolicyMetadata, PolicyStore
 
 METADATA = PolicyMetadata(dialect="npr", has_tag_tokens=True, stage="zero", step=0)
 FILES: dict[str, bytes | Path] = {"config.json": b"{}", "model.safetensors": b"weights"}
@@ -90,3 +91,25 @@ def test_a_repeat_may_differ_in_its_canary_alone(tmp_path: Path) -> None:
     assert store.manifest(second).metadata.canary == canary
     with pytest.raises(AlreadyExistsError):
         store.publish("run", 1, FILES, METADATA.model_copy(update={"step": 7, "canary": canary}))
+
+
+@pytest.mark.parametrize("url", ["foo://bar", "", "{root}", "{root}/lines", "file:///no/such/manifest.json"])
+def test_a_url_that_leads_to_no_policy_is_an_error_of_the_reference(store: PolicyStore, url: str) -> None:
+    store.publish("run", 0, FILES, METADATA)
+    ref = policy_pb2.PolicyRef(line="run", digest="0" * 64, manifest_url=url.format(root=store.root_url))
+    with pytest.raises((NotFoundError, InvalidArgumentError), match="run"):
+        store.materialize(ref)
+
+
+@pytest.mark.parametrize("name", ["../escape", "a/b.txt", "/etc/motd", "..", ""])
+def test_a_file_lies_in_its_policys_folder(store: PolicyStore, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="plain name"):
+        store.publish("run", 0, {**FILES, name: b"x"}, METADATA)
+    assert store.latest("run") is None
+    with pytest.raises(ValidationError):
+        Manifest(line="run", version=0, files={name: "0" * 64}, metadata=METADATA)
+
+
+def test_a_canary_has_a_log_probability_for_each_token() -> None:
+    with pytest.raises(ValidationError, match="log-probabilities"):
+        Canary(token_ids=(1,), likeliest=(1, 2, 3), log_probs=(-0.1, -0.2))

@@ -1,7 +1,7 @@
 """A real Valkey and a real buffer server for every test; a fresh run id keeps tests apart."""
 
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -40,6 +40,7 @@ class Client:
         request_id: str = "",
         prefer: policy_pb2.PolicyRef | None = None,
         only: bool = False,
+        avoid: Sequence[policy_pb2.PolicyRef] = (),
     ) -> list[buffer_pb2.LeasedGroup]:
         request = buffer_pb2.LeaseGroupsRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -49,6 +50,7 @@ class Client:
             wait_seconds=wait,
             prefer_policy=prefer,
             only_preferred=only,
+            avoid_policies=avoid,
         )
         with rpc_errors():
             return list((await self.stub.LeaseGroups(request)).groups)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from npr.buffer.v1 import buffer_pb2
+from npr.types.v1 import policy_pb2
 from npr_buffer.leasing import LeaseAsk, Leasing
 from npr_buffer.settings import BufferSettings
 from npr_buffer.store.gateway import RedisGateway
@@ -104,6 +105,18 @@ async def test_only_preferred_takes_that_policy_or_none(client):
     assert ids(await client.lease(9, prefer=make_policy(2), only=True)) == ["free"]
     assert await client.lease(9, prefer=make_policy(2), only=True) == []
     assert await client.lease(9, only=True) == []
+
+
+async def test_avoided_policies_are_passed_over_and_keep_their_place(client):
+    one, two = make_policy(1), make_policy(2)
+    await client.enqueue(make_group("r", "bad", policy=one, priority=9), make_group("r", "free", priority=1))
+    await client.enqueue(make_group("other", "good", policy=two))
+    assert ids(await client.lease(9, avoid=[one, policy_pb2.PolicyRef()])) == ["good"]
+    assert ids(await client.lease(9, avoid=[one])) == ["free"]
+    assert await client.lease(9, avoid=[one]) == []
+    assert ids(await client.lease(9)) == ["bad"]
+    with pytest.raises(InvalidArgumentError, match="avoid_policies"):
+        await client.lease(avoid=[one] * 257)
 
 
 async def test_runs_are_served_oldest_head_first_whatever_their_size(client):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.sampling import RandomSampler
 from npr_rollout.engine_thread import EngineThread, MakeRequest, Serving
 from npr_rollout.policy_loader import LoadedPolicy
-from npr_rollout.record.outcomes import Visibility
+from npr_rollout.record.outcomes import Outcome, Visibility
 from npr_rollout.record.request import Limits, Request, SamplingParams
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
@@ -105,6 +106,22 @@ async def test_cancelling_aborts(thread: EngineThread) -> None:
     await asyncio.gather(task, return_exceptions=True)
     status, problems = await thread.status(audit=True)
     assert (status.running, status.pages_used, problems) == (0, 0, ())
+
+
+async def test_an_end_reaches_the_request_it_is_of(thread: EngineThread) -> None:
+    """A request may have the name of one that has just been given up."""
+    await thread.replace(serving)
+    for _ in range(5):
+        first = asyncio.create_task(thread.decode(asks("same", tokens=500)))
+        await until_running(thread, 1)
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        result = await thread.decode(asks("same", tokens=3))
+        assert result.outcome is not Outcome.ABORTED
+        assert result.ledger.total_tokens <= 3
+    status, problems = await thread.status(audit=True)
+    assert (status.running, status.waiting, thread.in_flight, problems) == (0, 0, 0, ())
 
 
 async def test_stopping_tells_those_who_wait() -> None:

@@ -13,11 +13,13 @@ from npr_common.schema import parse_tokens
 from npr_common.tags import TagIds
 from npr_common.tokenizers import add_tag_tokens
 from npr_common.topology import topology
+from npr_rollout.engine.admission import resolve_limits
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.sampling import Samples
+from npr_rollout.record.admission import check_request
 from npr_rollout.record.outcomes import BranchStop, ForkRefusal, LimitKind, MalformedReason, Outcome, Visibility
-from npr_rollout.record.request import Event, FinishedEvent, Limits, Request, Result, TokensEvent
+from npr_rollout.record.request import Event, FinishedEvent, Limits, Request, Result, SamplingParams, TokensEvent
 from npr_rollout.testing.models import plain_tokenizer, tagged_tokenizer, tiny_model
 
 DIALECT = load_dialect("npr")
@@ -263,6 +265,30 @@ def test_without_tag_tokens_nothing_forks() -> None:
     engine.submit(request(limits=Limits(max_tokens=20)))
     drive(engine)
     assert engine.status().forks == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("sampling.repetition_penalty", Request("r", (1,), SamplingParams(repetition_penalty=1e-38))),
+        ("sampling.repetition_penalty", Request("r", (1,), SamplingParams(repetition_penalty=1e38))),
+        ("deadline", Request("r", (1,), deadline=float("nan"))),
+        ("limits.max_tokens", Request("r", (1,), limits=Limits(max_tokens=0))),
+        ("limits.max_branch_tokens", Request("r", (1,), limits=Limits(max_branch_tokens=-5))),
+        ("limits.max_blocks", Request("r", (1,), limits=Limits(max_blocks=-1))),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_its_field(field: str, request_: Request) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        check_request(request_, context=100, vocab_size=10)
+    assert set(refused.value.field_violations) == {field}
+
+
+@pytest.mark.parametrize("pages", [3, 4, 5, 6])
+def test_a_small_pool_grants_what_it_holds(pages: int) -> None:
+    """A request without a limit gets a page of tokens at least, or is refused."""
+    limits, obstacle = resolve_limits(Request("r", (1, 2, 3)), EngineConfig(pages=pages, page_size=4), context=100)
+    assert obstacle or limits.max_tokens >= 4
 
 
 @pytest.mark.parametrize("prompt", ["", "a " * 600])
