@@ -174,10 +174,11 @@ class PolicyStore:
             shutil.rmtree(staging, ignore_errors=True)
         return folder
 
-    def evict_cached(self, keep: policy_pb2.PolicyRef) -> None:
-        """Deletes local copies other than `keep`'s; the store itself is untouched."""
+    def evict_cached(self, *keep: policy_pb2.PolicyRef) -> None:
+        """Deletes local copies other than those of `keep`; the store itself is untouched."""
+        kept = {ref.digest for ref in keep}
         for folder in self._cache.glob("*"):
-            if folder.is_dir() and folder.name != keep.digest:
+            if folder.is_dir() and folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _put_blob(self, content: bytes | Path) -> str:

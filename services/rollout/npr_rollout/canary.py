@@ -35,6 +35,11 @@ _SPARE_PAGES = 4
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """How far log-probabilities may be off, in nats, where a model computes in a type."""
+    return _TOLERANCE.get(dtype, max(_TOLERANCE.values()))
+
+
 class CanaryCheck:
     """A policy in a small engine of its own. Making it packs the policy's weights; `run` decodes."""
 
@@ -47,7 +52,7 @@ class CanaryCheck:
         self._policy = policy
         self._prompt = policy.canary.token_ids if policy.canary is not None else canary_prompt(policy.model)
         dtypes = policy.model.get_input_embeddings().weight.dtype, kv_shape(policy.model, config.kv_dtype).dtype
-        self._tolerance = max(_TOLERANCE.get(dtype, max(_TOLERANCE.values())) for dtype in dtypes)
+        self._tolerance = max(map(tolerance, dtypes))
         script = Script.of([*self._prompt, 0], len(self._prompt), None)
         self._sampler = ScriptedSampler({_NAME: script}, keep_logits=True)
         self._engine = Engine(

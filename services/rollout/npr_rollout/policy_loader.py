@@ -1,16 +1,17 @@
-"""From a policy reference to a model in memory.
+"""From a policy reference to files that are verified, and to a model in memory.
 
 Invariants:
 - What is served is what the reference's digest names; the policy store verifies every file.
-- The store's cache folder belongs to one process: only the policy that was loaded last stays in it. One load at a time
-  uses it, also when nobody waits for the one before any more.
+- The store's cache folder belongs to one process: only the policy that was loaded last stays in it, and one that is
+  still needed beside it. One load at a time uses it, also when nobody waits for the one before any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ class PolicyStamp:
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy in memory.
+    """A policy as it is served.
 
     Attributes:
+        model: in this process's memory; None where a server has it.
         canary: what it must say to the canary's prompt; None where it was published without.
+        folder: its files.
     """
 
     ref: policy_pb2.PolicyRef
@@ -48,6 +51,7 @@ class LoadedPolicy:
     tokenizer: Any
     dialect: Dialect
     canary: Canary | None = None
+    folder: Path | None = None
 
     @property
     def stamp(self) -> PolicyStamp:
@@ -72,7 +76,11 @@ class PolicyLoader:
             DataLossError: its files are not what they were.
             FailedPreconditionError: the engine can't serve this kind of model.
         """
-        return await in_own_thread(self._load_alone, ref)
+        return await in_own_thread(self._alone, self._load, ref)
+
+    async def fetch(self, ref: policy_pb2.PolicyRef, keep: policy_pb2.PolicyRef | None = None) -> LoadedPolicy:
+        """The same without a model; the files of the policy `keep` stay where they are too."""
+        return await in_own_thread(self._alone, self._fetch, ref, keep)
 
     async def latest(self, line: str) -> policy_pb2.PolicyRef:
         """The newest version of a line. Raises NotFoundError when nothing was published."""
@@ -81,10 +89,10 @@ class PolicyLoader:
             raise NotFoundError(f"policy line {line} has no version in {self._store.root_url}: publish one first")
         return ref
 
-    def _load_alone(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
+    def _alone(self, load: Callable[..., LoadedPolicy], ref: policy_pb2.PolicyRef, *others: Any) -> LoadedPolicy:
         with self._loading:
             try:
-                return self._load(ref)
+                return load(ref, *others)
             except (NprError, MemoryError, torch.OutOfMemoryError):
                 raise
             except OSError as error:  # a full disk, a store that is away: it may be well again
@@ -95,15 +103,20 @@ class PolicyLoader:
                 raise FailedPreconditionError(message) from error
 
     def _load(self, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
+        fetched = self._fetch(ref, None)
+        assert fetched.folder is not None
+        return replace(fetched, model=self._model(fetched.folder, ref))
+
+    def _fetch(self, ref: policy_pb2.PolicyRef, keep: policy_pb2.PolicyRef | None) -> LoadedPolicy:
         manifest = self._store.manifest(ref)
         folder = self._store.materialize(ref)
-        self._store.evict_cached(ref)
+        self._store.evict_cached(ref, *([keep] if keep is not None else []))
         try:
             dialect = load_dialect(manifest.metadata.dialect)
             tokenizer = load_tokenizer(folder)
         except (DialectError, TokenizerError) as error:
             raise FailedPreconditionError(f"policy {ref.line} version {ref.version}: {error}") from error
-        return LoadedPolicy(ref, self._model(folder, ref), tokenizer, dialect, manifest.metadata.canary)
+        return LoadedPolicy(ref, None, tokenizer, dialect, manifest.metadata.canary, folder)
 
     def _model(self, folder: Path, ref: policy_pb2.PolicyRef) -> Any:
         try:

@@ -1,8 +1,8 @@
 """From the name of a policy to an engine that serves it.
 
 Invariants:
-- A policy is served only after its files' hashes and a canary forward have been checked, by the very kernels that will
-  decode with it; until then the one before it is served, undisturbed.
+- A policy is served only after the backend has fetched and checked it; until then the one before it is served,
+  undisturbed.
 - One swap at a time, from loading to the end. A second call for the same policy waits for the first; a call for another
   one is refused.
 - Cancelling a call leaves what is served as it is, unless the exchange of the engines has begun.
@@ -13,25 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from functools import partial
 
 from npr.types.v1 import policy_pb2
-from npr_common.errors import FailedPreconditionError, NprError
+from npr_common.errors import FailedPreconditionError
 from npr_common.telemetry import meter, names
-from npr_common.threads import in_own_thread
-from npr_rollout.canary import CanaryCheck
-from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.engine import Engine
-from npr_rollout.engine.model_runner import kv_shape
+from npr_rollout.backend import EngineBackend
 from npr_rollout.engine_thread import EngineThread
-from npr_rollout.policy_loader import LoadedPolicy, PolicyLoader
-from npr_rollout.serving import Serving
-from npr_rollout.settings import RolloutSettings
 from npr_rollout.swap import InFlight, Swapped
 
 log = logging.getLogger(__name__)
-
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +35,9 @@ class _UnderWay:
 class PolicySwitch:
     """Changes what the engine serves."""
 
-    def __init__(self, engine: EngineThread, loader: PolicyLoader, settings: RolloutSettings) -> None:
+    def __init__(self, engine: EngineThread, backend: EngineBackend) -> None:
         self._engine = engine
-        self._loader = loader
-        self._settings = settings
+        self._backend = backend
         self._under_way: _UnderWay | None = None
         self._swaps = meter().create_counter(names.METRIC_ENGINE_SWAPS)
 
@@ -82,47 +71,17 @@ class PolicySwitch:
             under_way.ended.set()
 
     async def _swap(self, ref: policy_pb2.PolicyRef, in_flight: InFlight) -> Swapped:
+        if in_flight is InFlight.FINISH_ON_OLD and not self._backend.can_serve_two:
+            raise FailedPreconditionError(
+                "This engine serves one policy at a time: finish what is in flight first (DRAIN), or end it (ABORT).",
+                reason="ONE_POLICY_AT_A_TIME",
+            )
         await self._engine.check_can_swap()
-        policy = await self._loader.load(ref)
-        config = await self._check(policy)
-        swapped = await self._engine.replace(partial(_serving, policy, config), in_flight)
+        build = await self._backend.prepare(ref, self._engine.between_steps)
+        swapped = await self._engine.replace(build, in_flight)
         self._swaps.add(1, {"in_flight": in_flight.name.lower()})
         log.info("serving %s (%s), %d requests aborted", _name(ref), ref.digest[:12], swapped.aborted)
         return swapped
-
-    async def _check(self, policy: LoadedPolicy) -> EngineConfig:
-        """The canary forward, on pages of its own, which are free again afterwards; the engine's sizes."""
-        try:
-            config = engine_config(policy, self._settings)
-            check = await in_own_thread(CanaryCheck, policy, config)
-        except NprError:
-            raise
-        except Exception as error:  # whatever its sizes make of the engine, also where memory is short
-            message = f"Policy {_name(policy.ref)} can't be served here: {type(error).__name__}: {error}"
-            raise FailedPreconditionError(message) from error
-        await self._engine.between_steps(check.run)
-        return config
-
-
-def engine_config(policy: LoadedPolicy, settings: RolloutSettings) -> EngineConfig:
-    """The engine's sizes for a policy."""
-    page_bytes = kv_shape(policy.model, settings.kv_dtype).bytes_per_token * settings.page_size
-    return EngineConfig(
-        page_size=settings.page_size,
-        pages=max(2, settings.kv_memory_mib * _MIB // page_bytes),
-        max_running=settings.max_running,
-        prefill_tokens=settings.prefill_tokens,
-        attention=settings.attention,
-        kv_dtype=settings.kv_dtype,
-        max_branches=settings.max_branches,
-        max_blocks=settings.max_blocks,
-        audit_every_step=settings.audit_every_step,
-    )
-
-
-def _serving(policy: LoadedPolicy, config: EngineConfig) -> Serving:
-    engine = Engine(policy.model, policy.tokenizer, policy.dialect, config, policy_version=int(policy.ref.version))
-    return Serving(policy, engine)
 
 
 def _name(ref: policy_pb2.PolicyRef) -> str:

@@ -18,6 +18,7 @@ from npr_common.config import Addresses
 from npr_common.errors import InternalError, NprError
 from npr_common.policy_store import PolicyStore
 from npr_common.rpc import connect
+from npr_rollout.backend import EngineBackend
 from npr_rollout.engine_thread import EngineThread
 from npr_rollout.jobs import Jobs
 from npr_rollout.metrics import observe_engine
@@ -25,7 +26,9 @@ from npr_rollout.outbox import Outbox
 from npr_rollout.policy_loader import PolicyLoader
 from npr_rollout.policy_switch import PolicySwitch
 from npr_rollout.servicer import RolloutServicer
-from npr_rollout.settings import RolloutSettings
+from npr_rollout.settings import BackendKind, RolloutSettings
+from npr_rollout.sglang.backend import SglangBackend
+from npr_rollout.torch_backend import TorchBackend
 from npr_rollout.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -49,8 +52,10 @@ class RolloutService:
         self._addresses = addresses or Addresses()
         store = PolicyStore(self._addresses.policy_store_url, self._addresses.cache_dir / "rollout")
         self._loader = PolicyLoader(store, self._settings.device, self._settings.dtype)
+        make_backend = SglangBackend if self._settings.backend is BackendKind.SGLANG else TorchBackend
+        self._backend: EngineBackend = make_backend(self._loader, self._settings)
         self._engine = EngineThread(self._settings.torch_threads, self._engine_health_changed)
-        self._switch = PolicySwitch(self._engine, self._loader, self._settings)
+        self._switch = PolicySwitch(self._engine, self._backend)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._health: asyncio.Queue[bool] = asyncio.Queue()
         self._report_health: HealthReport = _unreported
@@ -103,6 +108,7 @@ class RolloutService:
             async with asyncio.timeout(_GIVE_BACK_SECONDS):
                 await self._worker.give_back()
         await self._engine.stop()
+        await self._backend.close()
         await self._outbox.flush()
         for task in self._tasks:
             task.cancel()

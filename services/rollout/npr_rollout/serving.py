@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from npr_common.errors import AlreadyExistsError, NprError
-from npr_rollout.engine.engine import Engine
+from npr_rollout.backend import DecodingEngine
 from npr_rollout.policy_loader import LoadedPolicy
 from npr_rollout.record.request import Event, FinishedEvent, Request
 
@@ -47,7 +47,7 @@ class Submission:
 class Serving:
     """A policy and the engine that serves it."""
 
-    def __init__(self, policy: LoadedPolicy, engine: Engine) -> None:
+    def __init__(self, policy: LoadedPolicy, engine: DecodingEngine) -> None:
         self.policy = policy
         self.engine = engine
         self._submissions: dict[str, Submission] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -9,11 +11,21 @@ from npr_common.config import Settings
 from npr_rollout.engine.config import AttentionKind, KvDtype
 
 
+class BackendKind(StrEnum):
+    """The engine backends."""
+
+    TORCH = "torch"
+    SGLANG = "sglang"
+
+
 class RolloutSettings(Settings):
     """Sizes of the engine, and how the worker takes work."""
 
     model_config = SettingsConfigDict(env_prefix="NPR_ROLLOUT_", frozen=True, extra="ignore")
 
+    backend: BackendKind = Field(
+        default=BackendKind.TORCH, description="what decodes: `torch`, in this process, or `sglang` (`NPR_SGLANG_...`)"
+    )
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`...")
     dtype: str = Field(
         default="auto",

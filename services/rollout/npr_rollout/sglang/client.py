@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -175,6 +175,18 @@ class SglangClient:
         states = told.get("internal_states") or [{}]
         return {**told, STATE_KEY: states[0].get(STATE_KEY)}
 
+    async def log_probs(self, tokens: Sequence[int], wanted: Sequence[int]) -> list[float]:
+        """Log-probabilities under the model's own softmax of the ids `wanted`, after the input `tokens`."""
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "token_ids_logprob": list(wanted),
+        }
+        told: dict[str, Any] = json.loads(await self._post("/generate", body, _CONTROL_SECONDS))
+        found = {token: value for value, token, *_ in told["meta_info"]["output_token_ids_logprobs"][0]}
+        return [found[token] for token in wanted]
+
     async def flush(self) -> None:
         """Forget all keys and values, once nothing runs any more."""
         await self._post(f"/flush_cache?timeout={_CONTROL_SECONDS:.0f}", None, _CONTROL_SECONDS)
@@ -196,7 +208,7 @@ class SglangClient:
         """Take the memory back. The weights have to be loaded again."""
         await self._post("/resume_memory_occupation", {}, _CONTROL_SECONDS)
 
-    async def _post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> None:
+    async def _post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> str:
         try:
             timeout = aiohttp.ClientTimeout(total=seconds)
             async with self._session.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
@@ -205,6 +217,7 @@ class SglangClient:
             raise UnavailableError(f"The SGLang server at {self.url} does not answer {path}: {error}") from error
         if answer.status != 200:
             raise FailedPreconditionError(f"The SGLang server refuses {path}: {text[:500]}")
+        return text
 
 
 async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:

@@ -1,0 +1,201 @@
+"""The backend for GPU pods: an SGLang server decodes, in a process of its own.
+
+Invariants:
+- One server, one policy at a time: weights are changed with nothing in flight, and the cache is flushed with them.
+- A policy is served only after the server says to its canary's prompt what it must. One that fails leaves the policy
+  before it to be loaded again, whose files stay until then.
+- A server that is gone is started again by whoever needs it next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from npr.types.v1 import policy_pb2
+from npr_common.errors import DataLossError, FailedPreconditionError
+from npr_rollout.backend import BetweenSteps
+from npr_rollout.canary import tolerance
+from npr_rollout.policy_loader import LoadedPolicy, PolicyLoader
+from npr_rollout.serving import Serving
+from npr_rollout.settings import RolloutSettings
+from npr_rollout.sglang.client import wait_until_healthy
+from npr_rollout.sglang.engine import SglangEngine
+from npr_rollout.sglang.limits import ServerLimits
+from npr_rollout.sglang.server import SglangServer
+from npr_rollout.sglang.settings import SglangSettings
+from npr_rollout.sglang.transport import Transport
+from npr_rollout.swap import Build
+from npr_sglang.contract import STATE_KEY
+
+log = logging.getLogger(__name__)
+
+
+class SglangBackend:
+    """See the module's docstring."""
+
+    can_serve_two = False
+
+    def __init__(self, loader: PolicyLoader, rollout: RolloutSettings, settings: SglangSettings | None = None) -> None:
+        self._loader = loader
+        self._rollout = rollout
+        self._settings = settings or SglangSettings()
+        self._running: _Running | None = None
+        self._served: policy_pb2.PolicyRef | None = None
+        self._changing = threading.Lock()
+
+    async def prepare(self, ref: policy_pb2.PolicyRef, between_steps: BetweenSteps) -> Build:
+        """See `EngineBackend`. The first policy starts the server; others are loaded when they are due."""
+        policy = await self._loader.fetch(ref, keep=self._served)
+        model = _Model(policy)
+        if self._running is None:
+            await asyncio.to_thread(self._start, policy, model)
+        return partial(self._serve, policy, model)
+
+    async def close(self) -> None:
+        """End the server."""
+        await asyncio.to_thread(self._end)
+
+    # --- in the engine's thread, with nothing in flight ---
+
+    def _serve(self, policy: LoadedPolicy, model: _Model) -> Serving:
+        with self._changing:
+            running = self._running
+            self._served = None
+            if running is None or not running.can_load(model):
+                running = self._restart(policy, model)
+            elif running.digest != policy.ref.digest:
+                running.load(policy)
+            _check_canary(policy, model, running.transport, self._settings)
+            self._served = policy.ref
+        limits = self._limits(model, running.transport)
+        engine = SglangEngine(
+            running.transport,
+            policy.tokenizer,
+            policy.dialect,
+            limits,
+            eos=model.eos,
+            policy_version=int(policy.ref.version),
+        )
+        return Serving(policy, engine)
+
+    def _start(self, policy: LoadedPolicy, model: _Model) -> None:
+        with self._changing:
+            if self._running is None:
+                self._restart(policy, model)
+
+    def _restart(self, policy: LoadedPolicy, model: _Model) -> _Running:
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+        self._running = _Running(policy, model, self._settings)
+        return self._running
+
+    def _end(self) -> None:
+        with self._changing:
+            if self._running is not None:
+                self._running.end()
+                self._running = None
+
+    def _limits(self, model: _Model, transport: Transport) -> ServerLimits:
+        told = transport.ask(lambda client: client.info())
+        return ServerLimits(
+            context=model.context,
+            vocab_size=model.vocab_size,
+            pool_tokens=int(told["max_total_num_tokens"]),
+            input_tokens=int(told["max_req_input_len"]),
+            max_running=self._rollout.max_running,
+            max_branches=self._rollout.max_branches,
+            max_blocks=self._rollout.max_blocks,
+            native=told.get(STATE_KEY) is not None,
+        )
+
+
+class _Model:
+    """What a policy's files say of its model."""
+
+    def __init__(self, policy: LoadedPolicy) -> None:
+        assert policy.folder is not None
+        config = AutoConfig.from_pretrained(str(policy.folder), local_files_only=True).get_text_config()
+        self.context = int(config.max_position_embeddings)
+        self.vocab_size = int(config.vocab_size)
+        self.dtype: torch.dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        self.eos = _eos(policy)
+        sizes = ("architectures", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+        self.shape = tuple(str(getattr(config, name, None)) for name in sizes)
+
+
+class _Running:
+    """A server that runs, and the wire to it."""
+
+    def __init__(self, policy: LoadedPolicy, model: _Model, settings: SglangSettings) -> None:
+        assert policy.folder is not None
+        self.shape = model.shape
+        self.digest = policy.ref.digest
+        self._server = SglangServer(policy.folder, model.context, settings)
+        self.transport = Transport(self._server.url)
+        try:
+            self.transport.ask(
+                lambda client: wait_until_healthy(client, lambda: self._server.is_alive, settings.start_seconds)
+            )
+        except BaseException:
+            self.end()
+            raise
+
+    def can_load(self, model: _Model) -> bool:
+        """Whether its process lives, and holds weights of the same shape."""
+        return self._server.is_alive and self.shape == model.shape
+
+    def load(self, policy: LoadedPolicy) -> None:
+        """Serve another policy's weights. Raises FailedPreconditionError."""
+        folder, version = str(policy.folder), f"{policy.ref.line}@{policy.ref.version}"
+        self.digest = ""
+        self.transport.ask(lambda client: client.flush())
+        self.transport.ask(lambda client: client.load(folder, version))
+        self.digest = policy.ref.digest
+
+    def end(self) -> None:
+        """End the server."""
+        self.transport.close()
+        self._server.end()
+
+
+def _check_canary(policy: LoadedPolicy, model: _Model, transport: Transport, settings: SglangSettings) -> None:
+    canary = policy.canary
+    if canary is None:
+        return
+    if max(*canary.token_ids, *canary.likeliest) >= model.vocab_size:
+        raise DataLossError(f"The canary of policy {policy.ref.line} is not of its model.", reason="CANARY")
+    said = transport.ask(lambda client: client.log_probs(canary.token_ids, canary.likeliest))
+    off = float(np.abs(np.asarray(said) - np.asarray(canary.log_probs)).max())
+    allowed = tolerance(_dtype(settings.dtype, model))
+    if not off <= allowed:
+        raise DataLossError(
+            f"policy {policy.ref.line} version {policy.ref.version} fails its canary forward: log-probabilities are up "
+            f"to {off:.3g} off what was published with it, {allowed} is allowed",
+            reason="CANARY",
+            metadata={"deviation": f"{off:.6g}", "tolerance": str(allowed)},
+        )
+
+
+def _dtype(name: str, model: _Model) -> torch.dtype:
+    dtype = model.dtype if name == "auto" else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FailedPreconditionError(f"NPR_SGLANG_DTYPE is {name!r}: name a torch dtype such as bfloat16")
+    return dtype
+
+
+def _eos(policy: LoadedPolicy) -> frozenset[int]:
+    """All ids that end a text, by the model's generation settings and by the tokenizer."""
+    configured: Any = None
+    if policy.folder is not None and (policy.folder / "generation_config.json").exists():
+        configured = GenerationConfig.from_pretrained(str(policy.folder), local_files_only=True).eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in [*ids, policy.tokenizer.eos_token_id] if token is not None)

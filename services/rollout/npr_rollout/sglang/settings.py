@@ -1,0 +1,34 @@
+"""Configuration of the SGLang backend, from the environment (prefix `NPR_SGLANG_`)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from npr_common.config import Settings
+
+
+class SglangSettings(Settings):
+    """The server: one that the rollout service starts and ends, or one that runs already."""
+
+    model_config = SettingsConfigDict(env_prefix="NPR_SGLANG_", frozen=True, extra="ignore")
+
+    python: str = Field(default="python", description="the Python of the environment that SGLang is installed in")
+    device: str = Field(default="cuda", description="`cuda` or `cpu`")
+    dtype: str = Field(default="auto", description="type of the weights; auto: as published")
+    attention_backend: str = Field(
+        default="", description="`flashinfer`, `fa3`, `torch_native`...; empty: SGLang's own"
+    )
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs that share one policy")
+    memory_fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="of the GPU's memory, for weights, keys and values; 0: SGLang's own choice"
+    )
+    pool_tokens: int = Field(default=0, ge=0, description="tokens whose keys and values are kept; 0: as many as fit")
+    input_tokens: int = Field(
+        default=0, ge=0, description="longest input with all branches in line; 0: twice the model's context"
+    )
+    cuda_graphs: bool = Field(default=True, description="decode by CUDA graphs")
+    stream_interval: int = Field(default=8, ge=1, description="tokens that the server tells of at once")
+    start_seconds: float = Field(default=900.0, gt=0, description="how long the server may take to start")
+    threads: int = Field(default=1, ge=1, description="CPU threads of one operation, on a CPU")
+    arguments: list[str] = Field(default=[], description="more arguments of `sglang.launch_server`, a JSON list")
