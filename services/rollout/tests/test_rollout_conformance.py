@@ -179,6 +179,15 @@ def scripts_of(trees: Mapping[str, Tree], maker: TreeMaker) -> dict[str, Script]
     return {name: Script.of(tree.token_ids, tree.prompt_length, maker.tags) for name, tree in trees.items()}
 
 
+def without_words(scripts: Scripts, maker: TreeMaker) -> dict[str, Script]:
+    """The same structure, with words that are left to the model."""
+    words = {token for letter in "abcdefghijklmnopqrstuvwxyz" for token in maker.text(letter)}
+    return {
+        name: Script({place: token for place, token in script.tokens.items() if token not in words}, script.index)
+        for name, script in scripts.items()
+    }
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_trees_equal_one_forward_pass(make: Make, seed: int) -> None:
     """Forty at once in a pool that holds about fifteen: evictions and retractions change nothing."""
@@ -195,12 +204,8 @@ def test_random_trees_equal_one_forward_pass(make: Make, seed: int) -> None:
 def test_greedy_words_in_given_trees_are_the_likeliest(make: Make) -> None:
     """The structure is given, the words are the model's own."""
     maker = TreeMaker(TOKENIZER, 77)
-    letters = set(maker.text("abcdefghijklmnopqrstuvwxyz"))
     trees = {f"g{i}": maker.tree() for i in range(20)}
-    scripts = {}
-    for name, script in scripts_of(trees, maker).items():
-        kept = {place: token for place, token in script.tokens.items() if token not in letters}
-        scripts[name] = Script(kept, script.index)
+    scripts = without_words(scripts_of(trees, maker), maker)
     engine = make(scripts)
     results = run(engine, requests_of(trees))
     free = 0
@@ -225,12 +230,8 @@ SAMPLINGS = [
 def test_draws_are_the_same_on_both(server: Transport, sampling: SamplingParams) -> None:
     """Equal seeds draw equal tokens, with equal log-probabilities, up to draws on the very edge of a token."""
     maker = TreeMaker(TOKENIZER, 31)
-    letters = set(maker.text("abcdefghijklmnopqrstuvwxyz"))
     trees = {f"s{i}": maker.tree() for i in range(30)}
-    scripts = {
-        name: Script({place: token for place, token in script.tokens.items() if token not in letters}, script.index)
-        for name, script in scripts_of(trees, maker).items()
-    }
+    scripts = without_words(scripts_of(trees, maker), maker)
     config = EngineConfig(page_size=4, pages=4000)
     here = Engine(copy.deepcopy(MODEL), TOKENIZER, DIALECT, config, sampler=FollowingSampler(scripts))
     there = on_server(server)(scripts)
