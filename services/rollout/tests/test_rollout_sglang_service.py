@@ -1,0 +1,128 @@
+"""The service on an SGLang server: jobs, swaps of policies, a server that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+
+from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
+from npr_common.errors import DataLossError, FailedPreconditionError, InternalError
+from npr_common.rpc import connect, rpc_errors
+from npr_common.testing.servers import running_server
+from npr_rollout.service import RolloutService
+from npr_rollout.settings import BackendKind, RolloutSettings
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+LONG = 120.0
+DECODING = sampling_pb2.DecodingSpec(
+    sampling=sampling_pb2.Sampling(temperature=1.0, seed=3),
+    limits=sampling_pb2.Limits(max_tokens=30),
+    visibility=sampling_pb2.VISIBILITY_PARALLEL,
+)
+
+
+@pytest.fixture
+async def stub(peers: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    if "NPR_SGLANG_PYTHON" not in os.environ:
+        pytest.skip("NPR_SGLANG_PYTHON names no Python with SGLang")
+    for name, value in {"DEVICE": "cpu", "ATTENTION_BACKEND": "torch_native", "POOL_TOKENS": "4096"}.items():
+        monkeypatch.setenv(f"NPR_SGLANG_{name}", value)
+    settings = RolloutSettings(backend=BackendKind.SGLANG, lease_wait_seconds=1.0)
+    service = RolloutService(settings, peers.addresses)
+    async with running_server(service) as address, connect(address) as channel:
+        yield rollout_pb2_grpc.RolloutServiceStub(channel)
+
+
+async def serve(stub: Any, policy: policy_pb2.PolicyRef, mode: int = 0) -> rollout_pb2.ServePolicyResponse:
+    with rpc_errors():
+        request = rollout_pb2.ServePolicyRequest(policy=policy, in_flight=mode)
+        answer: rollout_pb2.ServePolicyResponse = await stub.ServePolicy(request, timeout=LONG)
+        return answer
+
+
+async def generate(stub: Any, tokens: int = 20) -> trajectory_pb2.Trajectory:
+    spec = sampling_pb2.DecodingSpec()
+    spec.CopyFrom(DECODING)
+    spec.limits.max_tokens = tokens
+    spec.sampling.temperature = 50.0  # an end of text stays unlikely
+    spec.visibility = sampling_pb2.VISIBILITY_SEQUENTIAL
+    turns = [prompt_pb2.ChatMessage(role="user", content="a b c")]
+    request = rollout_pb2.GenerateRequest(prompt=prompt_pb2.Prompt(messages=turns), decoding=spec)
+    with rpc_errors():
+        async for event in stub.Generate(request, timeout=LONG):
+            if event.HasField("trajectory"):
+                return event.trajectory
+    raise AssertionError("no trajectory")
+
+
+async def check_sound(stub: Any) -> None:
+    """At idle nothing is held and nothing is lost."""
+    async with asyncio.timeout(LONG):
+        while (told := await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest(audit=True))).running:
+            await asyncio.sleep(0.05)
+    assert (told.pages_used, list(told.audit_problems)) == (0, [])
+
+
+async def test_a_job_and_swaps_of_its_policy(stub: Any, publish: Any) -> None:
+    first, second, wrong = publish("s"), publish("s", 1, seed=1), publish("silent", seed=1, canary_of=2)
+    await serve(stub, first)
+    job = rollout_pb2.SubmitJobRequest(
+        request_id=f"job-{uuid.uuid4().hex[:12]}",
+        prompts=[prompt_pb2.Prompt(messages=[prompt_pb2.ChatMessage(role="user", content=c)]) for c in "abcd"],
+        samples_per_prompt=3,
+        decoding=DECODING,
+        policy=first,
+    )
+    await stub.SubmitJob(job)
+    found = []
+    async with asyncio.timeout(LONG):
+        async for response in stub.WatchJob(rollout_pb2.WatchJobRequest(job_id=job.request_id, with_trajectories=True)):
+            found += [item.trajectory for item in response.trajectories]
+    assert len(found) == 12
+    for trajectory in found:
+        assert trajectory.policy == first
+        assert len(trajectory.behavior_log_probs) == len(trajectory.token_ids) - trajectory.prompt_length
+
+    with pytest.raises(FailedPreconditionError, match="one policy at a time"):
+        await serve(stub, second, rollout_pb2.IN_FLIGHT_FINISH_ON_OLD)
+    with pytest.raises(DataLossError, match="canary"):
+        await serve(stub, wrong)
+    before = await generate(stub)
+    assert before.policy == first
+    drained = asyncio.create_task(generate(stub, 300))
+    await asyncio.sleep(0)
+    await serve(stub, second, rollout_pb2.IN_FLIGHT_DRAIN)
+    assert (await drained).policy in (first, second)
+    after = await generate(stub)
+    assert (after.policy, after.token_ids != before.token_ids) == (second, True)
+    await serve(stub, first, rollout_pb2.IN_FLIGHT_ABORT)
+    again = await generate(stub)
+    assert list(again.token_ids) == list(before.token_ids)
+    await check_sound(stub)
+
+
+async def test_a_server_that_dies_is_started_again(stub: Any, publish: Any) -> None:
+    policy = publish("dies")
+    await serve(stub, policy)
+    before = await generate(stub)
+    waiting = asyncio.create_task(generate(stub, 900))
+    async with asyncio.timeout(LONG):
+        while not (await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest())).running:
+            await asyncio.sleep(0.02)
+    for child in psutil.Process().children():
+        if "npr_sglang" in " ".join(child.cmdline()):
+            os.killpg(child.pid, signal.SIGKILL)
+    with pytest.raises(InternalError):
+        await waiting
+    after = await generate(stub)
+    assert list(after.token_ids) == list(before.token_ids)
+    await check_sound(stub)
