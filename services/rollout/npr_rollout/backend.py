@@ -42,11 +42,11 @@ class DecodingEngine(Protocol):
         ...
 
     def status(self) -> EngineStatus:
-        """What it is doing."""
+        """What it is doing. Never raises: what is wrong with an engine is told by its next step."""
         ...
 
     def audit(self) -> tuple[str, ...]:
-        """What is wrong with its memory, each a sentence."""
+        """What is wrong with its memory, each a sentence. Never raises."""
         ...
 
 

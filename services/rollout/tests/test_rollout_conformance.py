@@ -76,13 +76,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transport]:
     settings = SglangSettings(
         python=python,
         device="cpu",
-        dtype="float32",
         attention_backend="torch_native",
         pool_tokens=POOL_TOKENS,
         input_tokens=POOL_TOKENS,
         stream_interval=4,
     )
-    process = SglangServer(folder, MODEL.config.max_position_embeddings, settings)
+    process = SglangServer(folder, MODEL.config.max_position_embeddings, "float32", settings)
     transport = Transport(process.url)
     try:
         transport.ask(lambda client: wait_until_healthy(client, lambda: process.is_alive, SECONDS))

@@ -139,7 +139,8 @@ class _Running:
         assert policy.folder is not None
         self.shape = model.shape
         self.digest = policy.ref.digest
-        self._server = SglangServer(policy.folder, model.context, settings)
+        dtype = str(_dtype(settings.dtype, model)).removeprefix("torch.")
+        self._server = SglangServer(policy.folder, model.context, dtype, settings)
         self.transport = Transport(self._server.url)
         try:
             self.transport.ask(

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 import uuid
@@ -22,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from npr_common.dialects import Dialect
+from npr_common.errors import UnavailableError
 from npr_common.tags import Role, TagIds
 from npr_rollout.record.admission import check_request
 from npr_rollout.record.growth import Growth
@@ -95,6 +97,7 @@ class SglangEngine:
         self._expectations = Expectations(limits)
         self._alone: Journey | None = None
         self._counts: Counter[str] = Counter()
+        self._last_told: dict[str, int] = {}
 
     # --- what callers use ---
 
@@ -253,7 +256,10 @@ class SglangEngine:
                 self._alone = None
 
     def _told(self) -> dict[str, int]:
-        return self._transport.ask(_counters, _INFO_SECONDS)
+        """The server's own counters, or what it said last: that it is gone is for a step to tell."""
+        with contextlib.suppress(UnavailableError, TimeoutError):
+            self._last_told = self._transport.ask(_counters, _INFO_SECONDS)
+        return self._last_told
 
 
 class _Release:

@@ -30,12 +30,13 @@ class SglangServer:
         url: where it answers, once it does.
     """
 
-    def __init__(self, folder: Path, context: int, settings: SglangSettings) -> None:
+    def __init__(self, folder: Path, context: int, dtype: str, settings: SglangSettings) -> None:
         """Start it; it takes a while until it answers.
 
         Args:
             folder: a policy's files.
             context: RoPE positions that the model knows.
+            dtype: type of the weights. It is always said: SGLang's own choice for float32 would be float16.
 
         Raises:
             FailedPreconditionError: there is no such Python.
@@ -47,7 +48,7 @@ class SglangServer:
             "-m",
             "npr_sglang",
             "--ends-with-stdin",
-            *_arguments(folder, port, context, settings),
+            *_arguments(folder, port, context, dtype, settings),
         ]
         log.info("starting SGLang: %s", " ".join(command))
         try:
@@ -74,13 +75,13 @@ class SglangServer:
         self._process.stdin.close()
 
 
-def _arguments(folder: Path, port: int, context: int, settings: SglangSettings) -> list[str]:
+def _arguments(folder: Path, port: int, context: int, dtype: str, settings: SglangSettings) -> list[str]:
     arguments = {
         "--model-path": folder,
         "--host": "127.0.0.1",
         "--port": port,
         "--device": settings.device,
-        "--dtype": settings.dtype,
+        "--dtype": dtype,
         "--tp-size": settings.tensor_parallel,
         "--stream-interval": settings.stream_interval,
         "--context-length": settings.input_tokens or 2 * context,
