@@ -41,6 +41,7 @@ EOS = eos_ids(MODEL, TOKENIZER)
 TOLERANCE = 1e-4
 POOL_TOKENS = 3072
 SECONDS = 120.0
+START_SECONDS = 240.0
 GREEDY = SamplingParams(temperature=0.0, raw_log_probs=True)
 
 Scripts = Mapping[str, Script]
@@ -84,7 +85,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transport]:
     process = SglangServer(folder, MODEL.config.max_position_embeddings, "float32", settings)
     transport = Transport(process.url)
     try:
-        transport.ask(lambda client: wait_until_healthy(client, lambda: process.is_alive, SECONDS))
+        transport.ask(lambda client: wait_until_healthy(client, lambda: process.is_alive, START_SECONDS))
         yield transport
     finally:
         transport.close()

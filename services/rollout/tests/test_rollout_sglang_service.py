@@ -22,7 +22,7 @@ from npr_rollout.settings import BackendKind, RolloutSettings
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
-LONG = 120.0
+LONG = 240.0
 DECODING = sampling_pb2.DecodingSpec(
     sampling=sampling_pb2.Sampling(temperature=1.0, seed=3),
     limits=sampling_pb2.Limits(max_tokens=30),
