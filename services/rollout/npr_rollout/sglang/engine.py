@@ -131,7 +131,6 @@ class SglangEngine:
         self._admit()
         for journey in self._journeys.values():
             self._go_on(journey)
-        self._counts["steps"] += 1
         return self._live.take_events()
 
     def abort(self, request_id: str, message: str = "The client left.") -> bool:
@@ -144,7 +143,7 @@ class SglangEngine:
         return True
 
     def status(self) -> EngineStatus:
-        """What the engine is doing. A page is a token's keys and values here."""
+        """What the engine is doing. A page is a token's keys and values here, a step one that has brought tokens."""
         told = self._told()
         return replace(
             EngineStatus.zero(),
@@ -203,6 +202,7 @@ class SglangEngine:
                 journey.tokens(arrival.name, arrival.drawn)
             elif obstacle := journey.ended(arrival):
                 self._live.finish(journey.trajectory, Outcome.ABORTED, obstacle)
+        self._counts["steps"] += any(isinstance(arrival, Tokens) for arrival in arrivals)
         for journey in touched:
             journey.grow(self._growth)
         self._live.stream(journey.trajectory for journey in touched if not journey.trajectory.finished)
