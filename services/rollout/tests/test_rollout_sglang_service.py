@@ -53,7 +53,8 @@ async def generate(stub: Any, tokens: int = 20) -> trajectory_pb2.Trajectory:
     spec = sampling_pb2.DecodingSpec()
     spec.CopyFrom(DECODING)
     spec.limits.max_tokens = tokens
-    spec.sampling.temperature = 50.0  # an end of text stays unlikely
+    spec.sampling.temperature = 0.0  # goes round in circles, and so to its limit
+    spec.sampling.raw_log_probs = True
     spec.visibility = sampling_pb2.VISIBILITY_SEQUENTIAL
     turns = [prompt_pb2.ChatMessage(role="user", content="a b c")]
     request = rollout_pb2.GenerateRequest(prompt=prompt_pb2.Prompt(messages=turns), decoding=spec)
@@ -113,10 +114,10 @@ async def test_a_job_and_swaps_of_its_policy(stub: Any, publish: Any) -> None:
     assert (await drained).policy in (first, second)
     after = await generate(stub)
     assert after.policy == second
-    assert list(after.behavior_log_probs) != pytest.approx(list(before.behavior_log_probs), abs=1e-3)
+    assert list(after.raw_log_probs) != pytest.approx(list(before.raw_log_probs), abs=1e-3)
     await serve(stub, first, rollout_pb2.IN_FLIGHT_ABORT)
     again = await generate(stub)
-    assert list(again.behavior_log_probs) == pytest.approx(list(before.behavior_log_probs), abs=1e-4)
+    assert list(again.raw_log_probs) == pytest.approx(list(before.raw_log_probs), abs=1e-4)
     await check_sound(stub)
 
 
@@ -124,6 +125,7 @@ async def test_a_server_that_dies_is_started_again(stub: Any, publish: Any) -> N
     policy = publish("dies")
     await serve(stub, policy)
     before = await generate(stub)
+    assert before.outcome == trajectory_pb2.OUTCOME_TRUNCATED
     waiting = asyncio.create_task(generate(stub, 900))
     await until(stub, lambda status: status.running == 1)
     for child in psutil.Process().children():
