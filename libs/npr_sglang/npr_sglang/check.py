@@ -70,7 +70,7 @@ def _problem(target: str, parameters: tuple[str, ...]) -> str:
     except (ImportError, AttributeError) as error:
         return f"{target} is gone ({error})"
     known = inspect.signature(inspect.unwrap(function)).parameters
-    lacking = [name for name in parameters if name not in known and name != "cls"]
+    lacking = [name for name in parameters if name not in known]
     return f"{target} has no parameter {', '.join(lacking)}" if lacking else ""
 
 

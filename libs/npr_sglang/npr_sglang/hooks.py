@@ -26,13 +26,13 @@ def after_init_forward_batch(made: Any, _cls: Any, batch: Any, *_: Any, **__: An
     states = [state_of(request) for request in batch.reqs or ()]
     if not any(states) or made.forward_mode.is_idle():
         return
-    _move_positions(made, states)
-    if made.sampling_info is not None:
-        setattr(made.sampling_info, SAMPLING_ROWS, _sampling_rows(made, batch, states))
-
-
-def _move_positions(made: Any, states: list[State | None]) -> None:
     hidden = [state.params.context.hidden if state is not None else 0 for state in states]
+    _move_positions(made, hidden)
+    if made.sampling_info is not None:
+        setattr(made.sampling_info, SAMPLING_ROWS, _sampling_rows(made, batch, states, hidden))
+
+
+def _move_positions(made: Any, hidden: list[int]) -> None:
     if made.positions is None or not any(hidden):
         return
     offsets = torch.tensor(hidden, dtype=made.positions.dtype, device=made.positions.device)
@@ -42,9 +42,8 @@ def _move_positions(made: Any, states: list[State | None]) -> None:
         made.positions -= torch.repeat_interleave(offsets, made.extend_seq_lens.to(torch.int64))
 
 
-def _sampling_rows(made: Any, batch: Any, states: list[State | None]) -> SamplingRows:
+def _sampling_rows(made: Any, batch: Any, states: list[State | None], hidden: list[int]) -> SamplingRows:
     lengths = (made.seq_lens_cpu if made.seq_lens_cpu is not None else made.seq_lens.cpu()).tolist()
-    hidden = [state.params.context.hidden if state is not None else 0 for state in states]
     return SamplingRows(
         requests=list(batch.reqs),
         states=states,

@@ -92,7 +92,7 @@ def around_sample(
     if rows is None or len(rows.states) != len(logits_output.next_token_logits):
         return original(sampler, logits_output, sampling_info, return_logprob, *others, **named)
     logits = logits_output.next_token_logits.float()
-    if return_logprob:  # fills in whatever else is asked for; it works in place, and what it draws is thrown away
+    if return_logprob and _asks_for_more(*others):  # it works in place, and what it draws is thrown away
         scratch = logits_output.next_token_logits
         logits_output.next_token_logits = scratch.clone()
         original(sampler, logits_output, sampling_info, return_logprob, *others, **named)
@@ -110,6 +110,11 @@ def around_sample(
     _tell_raw(logits_output, logits, tokens, rows.states)
     sampler._sync_token_ids_across_tp(tokens, sampling_info)
     return tokens
+
+
+def _asks_for_more(top_logprobs_nums: Sequence[int], token_ids_logprobs: Sequence[Any], *_: Any) -> bool:
+    """Whether log-probabilities are wanted of other tokens than the drawn ones."""
+    return any(top_logprobs_nums or ()) or any(token_ids_logprobs or ())
 
 
 def _uniforms(rows: SamplingRows) -> npt.NDArray[np.float64]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.record.ledger import ResolvedLimits
-from npr_rollout.record.outcomes import LimitKind
 from npr_rollout.record.request import Request
 
 _SPARE_PAGES = 2  # the partly filled pages behind the shared prompt and at the end
@@ -25,17 +24,7 @@ def resolve_limits(request: Request, config: EngineConfig, context: int) -> tupl
             f"{len(request.prompt_ids)} prompt tokens and {max(wanted, 1)} new ones never fit into {config.pages} KV "
             f"pages of {config.page_size}: lower max_tokens to {fits}, or serve with more pages."
         )
-    critical = room if asked.max_critical_tokens is None else min(room, asked.max_critical_tokens)
-    kind = LimitKind.CONTEXT if critical == room else LimitKind.CRITICAL_TOKENS
-    limits = ResolvedLimits(
-        max_tokens=wanted,
-        max_critical_tokens=critical,
-        critical_kind=kind,
-        max_branch_tokens=asked.max_branch_tokens if asked.max_branch_tokens is not None else room,
-        max_branches=asked.max_branches if asked.max_branches is not None else config.max_branches,
-        max_blocks=asked.max_blocks if asked.max_blocks is not None else config.max_blocks,
-    )
-    return limits, obstacle
+    return ResolvedLimits.of(asked, wanted, room, config.max_branches, config.max_blocks), obstacle
 
 
 def _default_tokens(free_pages: int, config: EngineConfig) -> int:

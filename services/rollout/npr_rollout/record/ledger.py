@@ -32,6 +32,19 @@ class ResolvedLimits:
     max_branches: int
     max_blocks: int
 
+    @classmethod
+    def of(cls, asked: Limits, max_tokens: int, room: int, max_branches: int, max_blocks: int) -> ResolvedLimits:
+        """What is asked for, within `room` positions of the context; the rest stands where nothing is asked."""
+        critical = room if asked.max_critical_tokens is None else min(room, asked.max_critical_tokens)
+        return cls(
+            max_tokens=max_tokens,
+            max_critical_tokens=critical,
+            critical_kind=LimitKind.CONTEXT if critical == room else LimitKind.CRITICAL_TOKENS,
+            max_branch_tokens=asked.max_branch_tokens if asked.max_branch_tokens is not None else room,
+            max_branches=asked.max_branches if asked.max_branches is not None else max_branches,
+            max_blocks=asked.max_blocks if asked.max_blocks is not None else max_blocks,
+        )
+
     def report(self) -> Limits:
         """The same as a request would ask for it."""
         return Limits(

@@ -196,6 +196,11 @@ class Trajectory:
         return len(self.request.prompt_ids)
 
     @property
+    def length(self) -> int:
+        """Number of tokens, the prompt's and those of all branches included."""
+        return sum(len(span.tokens) for span in self.spans())
+
+    @property
     def open_block(self) -> Block | None:
         """The block whose branches are being decoded."""
         last = self.segments[-1]

@@ -200,14 +200,6 @@ class SglangClient:
         body = {"model_path": folder, "weight_version": version, "flush_cache": True, "abort_all_requests": False}
         await self._post("/update_weights_from_disk", body, _CONTROL_SECONDS)
 
-    async def sleep(self) -> None:
-        """Give the memory of weights, keys and values to others; nothing may run."""
-        await self._post("/release_memory_occupation", {}, _CONTROL_SECONDS)
-
-    async def wake(self) -> None:
-        """Take the memory back. The weights have to be loaded again."""
-        await self._post("/resume_memory_occupation", {}, _CONTROL_SECONDS)
-
     async def _post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> str:
         try:
             timeout = aiohttp.ClientTimeout(total=seconds)

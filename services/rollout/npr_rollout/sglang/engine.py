@@ -228,15 +228,12 @@ class SglangEngine:
 
     def _go_on(self, journey: Journey) -> None:
         """Tell the server what is not wanted any more, and ask for what is."""
-        trajectory = journey.trajectory
         for name in journey.unwanted():
             self._transport.abort(name)
         if self._alone is None and journey.evictions > _PATIENCE:
             self._alone = journey
         if self._alone in (None, journey) and self._may_go_on(journey):
             self._transport.begin(journey.wanted())
-        trajectory.pages = sum(len(span.tokens) for span in trajectory.spans())
-        trajectory.peak_pages = max(trajectory.peak_pages, trajectory.pages)
 
     def _may_go_on(self, journey: Journey) -> bool:
         """Whether there is room for a block that is about to begin; the oldest trajectory never waits."""
@@ -271,7 +268,10 @@ class _Release:
 
     def __call__(self, trajectory: Trajectory) -> None:
         journey = self._journeys.get(trajectory.request.request_id)
-        if journey is not None and any(stream.ended is None for stream in journey.streams):
+        if journey is None:
+            return  # it still waited
+        trajectory.peak_pages = trajectory.length  # a page holds one token, and a record never shrinks
+        if any(stream.ended is None for stream in journey.streams):
             self._transport.abort(f"{journey.name}.")
 
 

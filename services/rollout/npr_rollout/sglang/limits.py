@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from npr_rollout.record.ledger import ResolvedLimits
-from npr_rollout.record.outcomes import LimitKind
 from npr_rollout.record.request import Request
 from npr_rollout.record.trajectory import Trajectory
 
@@ -55,16 +54,7 @@ class ServerLimits:
                 f"{prompt} prompt tokens and {max(wanted, 1)} new ones never fit into a pool of {self.pool_tokens} and "
                 f"an input of {self.input_tokens} tokens: lower max_tokens to {fits}, or serve with more memory."
             )
-        critical = room if asked.max_critical_tokens is None else min(room, asked.max_critical_tokens)
-        limits = ResolvedLimits(
-            max_tokens=wanted,
-            max_critical_tokens=critical,
-            critical_kind=LimitKind.CONTEXT if critical == room else LimitKind.CRITICAL_TOKENS,
-            max_branch_tokens=asked.max_branch_tokens if asked.max_branch_tokens is not None else room,
-            max_branches=asked.max_branches if asked.max_branches is not None else self.max_branches,
-            max_blocks=asked.max_blocks if asked.max_blocks is not None else self.max_blocks,
-        )
-        return limits, obstacle
+        return ResolvedLimits.of(asked, wanted, room, self.max_branches, self.max_blocks), obstacle
 
     def _default_tokens(self, fits: int) -> int:
         """As much as fits beside the spare token of each branch, or half of it if these are many."""
@@ -72,8 +62,9 @@ class ServerLimits:
 
     def can_ever_pay(self, trajectory: Trajectory, branches: int) -> bool:
         """Whether the rest of a trajectory fits if it has the pool to itself: one spare token a stream."""
-        held = sum(len(span.tokens) for span in trajectory.spans())
-        return held + trajectory.ledger.remaining + branches + 1 <= min(self.pool_tokens, self.input_tokens)
+        return trajectory.length + trajectory.ledger.remaining + branches + 1 <= min(
+            self.pool_tokens, self.input_tokens
+        )
 
 
 class Expectations:
@@ -86,7 +77,7 @@ class Expectations:
     def learn(self, trajectory: Trajectory) -> None:
         """Take note of one that has ended."""
         new = self._typical == 0.0
-        self._typical += (1.0 if new else _WEIGHT) * (trajectory.peak_pages - self._typical)
+        self._typical += (1.0 if new else _WEIGHT) * (trajectory.length - self._typical)
 
     def has_room(self, others: Sequence[Trajectory], newcomer: Trajectory) -> bool:
         """Whether a trajectory is expected to fit beside others; prompts that are shared count once."""
@@ -98,5 +89,4 @@ class Expectations:
 
     def _own(self, trajectory: Trajectory) -> float:
         """What it will hold besides its prompt, and the spare token of each of its streams."""
-        held = sum(len(span.tokens) for span in trajectory.spans())
-        return max(held, self._typical) - trajectory.prompt_length + len(trajectory.samplers())
+        return max(trajectory.length, self._typical) - trajectory.prompt_length + len(trajectory.samplers())
