@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,13 +22,16 @@ LAUNCH = "; ".join(
 
 
 class NprCommand:
-    """`npr` in `folder`; its stack lives in `folder/npr` whatever NPR_* the caller's environment has."""
+    """`npr` in `folder`; its stack lives in `folder/npr` whatever NPR_* the caller's environment has.
 
-    def __init__(self, folder: Path) -> None:
+    `settings` are environment variables of the stack's services.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.state_dir = folder / "npr"
         foreign = {name: value for name, value in os.environ.items() if not name.startswith("NPR_")}
-        self.environment = {**foreign, "NPR_STATE_DIR": str(self.state_dir)}
+        self.environment = {**foreign, **(settings or {}), "NPR_STATE_DIR": str(self.state_dir)}
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """Starts a call and returns its process, with its output as text."""
@@ -51,9 +54,9 @@ class NprCommand:
 
 
 @contextmanager
-def npr_with_stack(folder: Path) -> Iterator[NprCommand]:
+def npr_with_stack(folder: Path, settings: Mapping[str, str] | None = None) -> Iterator[NprCommand]:
     """`npr` in `folder` with a stack that is up."""
-    command = NprCommand(folder)
+    command = NprCommand(folder, settings)
     command("up")
     try:
         yield command

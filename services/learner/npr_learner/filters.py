@@ -93,10 +93,16 @@ def require_visibility(
         FailedPreconditionError: reason `WRONG_VISIBILITY`, naming the first one.
     """
     for trajectory in trajectories:
-        if trajectory.visibility != visibility:
-            raise FailedPreconditionError(
-                f"trajectory {trajectory.trajectory_id} was decoded under another attention rule than its stage trains "
-                "under: use one visibility for rollouts and stage",
-                reason="WRONG_VISIBILITY",
-                metadata={"trajectory_id": trajectory.trajectory_id},
-            )
+        if trajectory.visibility == visibility and not trajectory.textual_joins:
+            continue
+        remedy = (
+            "use one visibility for rollouts and stage"
+            if not trajectory.textual_joins
+            else "its branches were joined as text, by an SGLang server without the plug-in; serve with it"
+        )
+        raise FailedPreconditionError(
+            f"trajectory {trajectory.trajectory_id} was decoded under another attention rule than its stage trains "
+            f"under: {remedy}",
+            reason="WRONG_VISIBILITY",
+            metadata={"trajectory_id": trajectory.trajectory_id},
+        )

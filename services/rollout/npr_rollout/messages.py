@@ -134,6 +134,7 @@ def trajectory_message(
         metadata=dict(origin.prompt.metadata),
         prompt_text=_text(tokenizer, prompt, skip_special_tokens=False),
         raw_log_probs=result.raw_log_probs,
+        textual_joins=result.textual_joins,
     )
 
 

@@ -116,6 +116,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             sampling_seconds=status.sampling_seconds,
             kv_tokens_read=status.kv_tokens_read,
             kv_tokens_attended=status.kv_tokens_attended,
+            joins_by_text=status.joins_by_text,
         )
 
     async def ServePolicy(

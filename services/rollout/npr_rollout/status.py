@@ -32,6 +32,7 @@ class EngineStatus:
             `forward_seconds` and `sampling_seconds`.
         kv_tokens_read: tokens whose keys and values attention has read, shared segments once a step.
         kv_tokens_attended: the same, had each row read its whole prefix by itself.
+        joins_by_text: whether joins are made by feeding all branches again as plain text, for want of native ones.
     """
 
     running: int
@@ -51,11 +52,12 @@ class EngineStatus:
     sampling_seconds: float
     kv_tokens_read: int
     kv_tokens_attended: int
+    joins_by_text: bool = False
 
     @classmethod
     def zero(cls) -> EngineStatus:
         """An engine that was never there."""
-        return cls(**{field.name: 0 for field in fields(cls)} | {"fork_refusals": {}})  # type: ignore[arg-type]
+        return cls(**{field.name: 0 for field in fields(cls)} | {"fork_refusals": {}, "joins_by_text": False})  # type: ignore[arg-type]
 
     def plus(self, later: EngineStatus) -> EngineStatus:
         """The state of `later`, with the counts of both."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from npr_common.config import Addresses
 from npr_common.policy_store import PolicyMetadata, PolicyStore
 from npr_common.testing.processes import ServiceProcess, service_process
 from npr_common.testing.valkey import valkey_server
+from npr_rollout.sglang.transport import Transport
+from npr_rollout.testing.conformance import sglang_server
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 torch.set_num_threads(1)  # tests share their cores
@@ -89,3 +92,13 @@ def _files(*parts: Any) -> dict[str, bytes]:
 @pytest.fixture(name="publish")
 def _publish(peers: Peers) -> Any:
     return lambda line, version=0, **kwargs: publish(peers.store, line, version, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Transport]:
+    """An SGLang server with the model of the conformance tests."""
+    python = os.environ.get("NPR_SGLANG_PYTHON")
+    if python is None:
+        pytest.skip("NPR_SGLANG_PYTHON names no Python with SGLang")
+    with sglang_server(python) as transport:
+        yield transport

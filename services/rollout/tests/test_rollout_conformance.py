@@ -5,187 +5,39 @@ The server runs where `NPR_SGLANG_PYTHON` names a Python with SGLang and the plu
 
 from __future__ import annotations
 
-import copy
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import torch
 
-from npr_common.dialects import load_dialect
 from npr_common.topology import topology
-from npr_rollout.backend import DecodingEngine
 from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.engine import Engine, eos_ids
-from npr_rollout.engine.sampling import RandomSampler, Samples
 from npr_rollout.record.outcomes import Outcome
-from npr_rollout.record.request import FinishedEvent, Limits, Request, Result, SamplingParams
-from npr_rollout.record.script import Script
-from npr_rollout.record.trajectory import Span
-from npr_rollout.sglang.client import wait_until_healthy
-from npr_rollout.sglang.engine import SglangEngine
-from npr_rollout.sglang.limits import ServerLimits
-from npr_rollout.sglang.server import SglangServer
-from npr_rollout.sglang.settings import SglangSettings
+from npr_rollout.record.request import FinishedEvent, Limits, Request, SamplingParams
 from npr_rollout.sglang.transport import Transport
-from npr_rollout.testing.models import tagged_tokenizer, tiny_model
-from npr_rollout.testing.trees import Tree, TreeMaker
-
-TOKENIZER = tagged_tokenizer()
-DIALECT = load_dialect("npr")
-MODEL = tiny_model("qwen3", TOKENIZER, 2)
-EOS = eos_ids(MODEL, TOKENIZER)
-TOLERANCE = 1e-4
-POOL_TOKENS = 3072
-SECONDS = 120.0
-START_SECONDS = 240.0
-GREEDY = SamplingParams(temperature=0.0, raw_log_probs=True)
-
-Scripts = Mapping[str, Script]
-Make = Callable[[Scripts], DecodingEngine]
-
-
-@dataclass
-class FollowingSampler:
-    """Says what the scripts say, and draws where they say nothing."""
-
-    scripts: Scripts
-
-    def sample(self, logits: torch.Tensor, spans: Sequence[Span]) -> Samples:
-        drawn = RandomSampler().sample(logits, spans)
-        raw = logits.log_softmax(dim=-1)
-        tokens, log_probs = list(drawn.tokens), list(drawn.log_probs)
-        for row, span in enumerate(spans):
-            script = self.scripts.get(span.owner.request.request_id)
-            token = script.tokens.get((span.end, span.branch)) if script is not None else None
-            if token is not None:
-                tokens[row], log_probs[row] = token, float(raw[row, token])
-        return Samples(tokens, log_probs, [float(raw[row, token]) for row, token in enumerate(tokens)])
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transport]:
-    python = os.environ.get("NPR_SGLANG_PYTHON")
-    if python is None:
-        pytest.skip("NPR_SGLANG_PYTHON names no Python with SGLang")
-    folder: Path = tmp_path_factory.mktemp("model")
-    copy.deepcopy(MODEL).save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
-    settings = SglangSettings(
-        python=python,
-        device="cpu",
-        attention_backend="torch_native",
-        pool_tokens=POOL_TOKENS,
-        input_tokens=POOL_TOKENS,
-        stream_interval=4,
-    )
-    process = SglangServer(folder, MODEL.config.max_position_embeddings, "float32", settings)
-    transport = Transport(process.url)
-    try:
-        transport.ask(lambda client: wait_until_healthy(client, lambda: process.is_alive, START_SECONDS))
-        yield transport
-    finally:
-        transport.close()
-        process.end()
+from npr_rollout.testing.conformance import (
+    GREEDY,
+    POOL_TOKENS,
+    SECONDS,
+    TOKENIZER,
+    TOLERANCE,
+    Make,
+    check_against_reference,
+    check_idle,
+    in_process,
+    on_server,
+    requests_of,
+    run,
+    scripts_of,
+    without_words,
+)
+from npr_rollout.testing.trees import TreeMaker
 
 
 @pytest.fixture(params=["torch", pytest.param("sglang", marks=pytest.mark.sglang)])
 def make(request: pytest.FixtureRequest) -> Make:
     if request.param == "torch":
-        config = EngineConfig(page_size=4, pages=POOL_TOKENS // 4, audit_every_step=True)
-        return lambda scripts: Engine(
-            copy.deepcopy(MODEL), TOKENIZER, DIALECT, config, sampler=FollowingSampler(scripts)
-        )
+        return in_process(EngineConfig(page_size=4, pages=POOL_TOKENS // 4, audit_every_step=True))
     return on_server(request.getfixturevalue("server"))
-
-
-def on_server(server: Transport) -> Make:
-    told = server.ask(lambda client: client.info())
-    limits = ServerLimits(
-        context=MODEL.config.max_position_embeddings,
-        vocab_size=len(TOKENIZER),
-        pool_tokens=int(told["max_total_num_tokens"]),
-        input_tokens=int(told["max_req_input_len"]),
-        max_running=64,
-        max_branches=16,
-        max_blocks=16,
-    )
-    return lambda scripts: SglangEngine(server, TOKENIZER, DIALECT, limits, eos=EOS, scripts=scripts)
-
-
-def run(engine: DecodingEngine, requests: Sequence[Request]) -> dict[str, Result]:
-    for request in requests:
-        engine.submit(request)
-    results: dict[str, Result] = {}
-    end = time.monotonic() + SECONDS
-    while not engine.idle:
-        assert time.monotonic() < end
-        for event in engine.step():
-            if isinstance(event, FinishedEvent):
-                results[event.result.request_id] = event.result
-    return results
-
-
-def check_idle(engine: DecodingEngine) -> None:
-    """Nothing runs, nothing is held, nothing is lost; a server may take a moment to end what was aborted."""
-    end = time.monotonic() + SECONDS
-    while engine.status().pages_used and time.monotonic() < end:
-        engine.step()
-    assert engine.status().pages_used == 0
-    assert engine.audit() == ()
-
-
-def reference(token_ids: Sequence[int], prompt_length: int) -> torch.Tensor:
-    """Log-probabilities [S, V] by one forward pass under the dense mask, by the library's own eager attention."""
-    maker_tags = TreeMaker(TOKENIZER).tags
-    shape = topology(token_ids, prompt_length, maker_tags)
-    visible = torch.from_numpy(shape.dense_mask())
-    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
-    model = copy.deepcopy(MODEL)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        output = model(
-            input_ids=torch.tensor(token_ids)[None],
-            position_ids=torch.tensor(shape.positions)[None],
-            attention_mask=mask,
-            use_cache=False,
-        )
-    return output.logits[0].log_softmax(dim=-1)
-
-
-def check_against_reference(result: Result, *, greedy: set[int] | None = None) -> None:
-    """Every sampled token's raw log-probability; and that those at the places `greedy` are the likeliest."""
-    expected = reference(result.token_ids, result.prompt_length)
-    tags = TreeMaker(TOKENIZER).tags
-    predecessors = topology(result.token_ids, result.prompt_length, tags).predecessors
-    for index, forced in enumerate(result.forced):
-        place = index + result.prompt_length
-        if forced:
-            continue
-        row = expected[predecessors[place]]
-        assert abs(float(row[result.token_ids[place]]) - result.raw_log_probs[index]) <= TOLERANCE
-        if greedy is not None and place in greedy:
-            assert int(row.argmax()) == result.token_ids[place]
-
-
-def requests_of(trees: Mapping[str, Tree], sampling: SamplingParams = GREEDY) -> list[Request]:
-    return [Request(name, tree.prompt, sampling) for name, tree in trees.items()]
-
-
-def scripts_of(trees: Mapping[str, Tree], maker: TreeMaker) -> dict[str, Script]:
-    return {name: Script.of(tree.token_ids, tree.prompt_length, maker.tags) for name, tree in trees.items()}
-
-
-def without_words(scripts: Scripts, maker: TreeMaker) -> dict[str, Script]:
-    """The same structure, with words that are left to the model."""
-    words = {token for letter in "abcdefghijklmnopqrstuvwxyz" for token in maker.text(letter)}
-    return {
-        name: Script({place: token for place, token in script.tokens.items() if token not in words}, script.index)
-        for name, script in scripts.items()
-    }
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -197,7 +49,20 @@ def test_random_trees_equal_one_forward_pass(make: Make, seed: int) -> None:
     results = run(engine, requests_of(trees))
     for name, tree in trees.items():
         assert (results[name].outcome, results[name].token_ids) == (Outcome.COMPLETED, tree.token_ids)
-        check_against_reference(results[name])
+        check_against_reference(results[name], maker.tags)
+    check_idle(engine)
+
+
+def test_trees_of_another_dialect(make: Make) -> None:
+    """Multiverse's tags: each block is wrapped, and its steps have other names."""
+    maker = TreeMaker(TOKENIZER, 5, "multiverse")
+    trees = {f"m{i}": maker.tree() for i in range(12)}
+    engine = make(scripts_of(trees, maker), "multiverse")
+    results = run(engine, requests_of(trees))
+    for name, tree in trees.items():
+        assert (results[name].outcome, results[name].token_ids) == (Outcome.COMPLETED, tree.token_ids)
+        assert results[name].ledger.blocks
+        check_against_reference(results[name], maker.tags)
     check_idle(engine)
 
 
@@ -214,7 +79,7 @@ def test_greedy_words_in_given_trees_are_the_likeliest(make: Make) -> None:
         places = zip(tree_places.positions.tolist(), tree_places.branch_of.tolist(), strict=True)
         own = {i for i, place in enumerate(places) if i >= result.prompt_length and place not in scripts[name].tokens}
         free += len(own)
-        check_against_reference(result, greedy=own)
+        check_against_reference(result, maker.tags, greedy=own)
     assert free > 200
     check_idle(engine)
 
@@ -233,8 +98,7 @@ def test_draws_are_the_same_on_both(server: Transport, sampling: SamplingParams)
     maker = TreeMaker(TOKENIZER, 31)
     trees = {f"s{i}": maker.tree() for i in range(30)}
     scripts = without_words(scripts_of(trees, maker), maker)
-    config = EngineConfig(page_size=4, pages=4000)
-    here = Engine(copy.deepcopy(MODEL), TOKENIZER, DIALECT, config, sampler=FollowingSampler(scripts))
+    here = in_process(EngineConfig(page_size=4, pages=4000))(scripts)
     there = on_server(server)(scripts)
     ours, theirs = run(here, requests_of(trees, sampling)), run(there, requests_of(trees, sampling))
     same = [name for name in trees if ours[name].token_ids == theirs[name].token_ids]

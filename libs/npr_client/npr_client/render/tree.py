@@ -102,6 +102,9 @@ def _add_notes(tree: Tree, trajectory: trajectory_pb2.Trajectory, violations: It
     if trajectory.serialized_blocks:
         why = words.malformed_reason(trajectory.malformed_reason)
         tree.add(Text(f"{trajectory.serialized_blocks} blocks serialized: {why}", style="yellow"))
+    if trajectory.textual_joins:
+        note = f"{trajectory.textual_joins} joins were made by feeding the branches again as text: not native"
+        tree.add(Text(note, style="yellow"))
     for violation in violations:
         tree.add(Text(f"violation  {violation}", style="yellow"))
     if trajectory.message:

@@ -36,7 +36,6 @@ from npr_rollout.engine.stopwatch import Stopwatch
 from npr_rollout.record.admission import check_request
 from npr_rollout.record.growth import Growth
 from npr_rollout.record.live import LiveTrajectories
-from npr_rollout.record.outcomes import Outcome
 from npr_rollout.record.request import Event, Request
 from npr_rollout.record.trajectory import Trajectory
 from npr_rollout.record.validation import fork_validator
@@ -85,6 +84,7 @@ class Engine:
         self._growth = Growth(
             self._live, eos_ids(model, tokenizer), validator, partial(_new_body, self._pool, self._vocab_size)
         )
+        self._resolve_limits = partial(resolve_limits, config=self.config, context=self.context)
         self._counts: Counter[str] = Counter()
         self._seconds = Stopwatch()
 
@@ -104,12 +104,9 @@ class Engine:
             AlreadyExistsError: a request with this id is on its way.
         """
         check_request(request, self.context, self._vocab_size)
-        self._live.check_is_new(request)
-        limits, obstacle = resolve_limits(request, self.config, self.context)
-        if obstacle:
-            self._live.refuse(request, obstacle)
-        else:
-            self._scheduler.add(self._live.open(request, limits))
+        trajectory = self._live.accept(request, self._resolve_limits)
+        if trajectory is not None:
+            self._scheduler.add(trajectory)
         return request.request_id
 
     def step(self) -> list[Event]:
@@ -131,12 +128,9 @@ class Engine:
 
     def abort(self, request_id: str, message: str = "The client left.") -> bool:
         """End a request with all its branches, at any moment; whether it was on its way. `message` says why."""
-        trajectory = self._live.get(request_id)
-        if trajectory is None:
-            return False
-        self._live.finish(trajectory, Outcome.ABORTED, message)
+        was_on_its_way = self._live.abort(request_id, message)
         self._scheduler.remove_finished()
-        return True
+        return was_on_its_way
 
     def status(self) -> EngineStatus:
         """What the engine is doing."""

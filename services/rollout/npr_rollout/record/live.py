@@ -22,6 +22,9 @@ from npr_rollout.record.trajectory import Trajectory
 from npr_rollout.record.trunk_grammar import TrunkGrammar
 from npr_sampling import draw_key
 
+Resolve = Callable[[Request], tuple[ResolvedLimits, str]]
+"""A request's limits with defaults filled in, and why they can never be granted (empty when they can)."""
+
 
 class LiveTrajectories:
     """See the module's docstring."""
@@ -57,21 +60,28 @@ class LiveTrajectories:
     def __iter__(self) -> Iterator[Trajectory]:
         return iter(self._live.values())
 
-    def get(self, request_id: str) -> Trajectory | None:
-        """The trajectory of a request; None if it has ended, or never was."""
-        return self._live.get(request_id)
+    def accept(self, request: Request, resolve: Resolve) -> Trajectory | None:
+        """The record of a request that is on its way from now on; None if it can never be, which its client is told.
 
-    def check_is_new(self, request: Request) -> None:
-        """Raises AlreadyExistsError when a request with this id is on its way."""
+        Raises:
+            AlreadyExistsError: a request with this id is on its way.
+        """
         if request.request_id in self._live:
             raise AlreadyExistsError(f"Request {request.request_id} is being decoded already; use another id.")
+        limits, obstacle = resolve(request)
+        if obstacle:
+            self._events.append(FinishedEvent(refused(request, self._policy_version, obstacle)))
+            return None
+        return self._open(request, limits)
 
-    def refuse(self, request: Request, why: str) -> None:
-        """Tell the client that a request can never fit."""
-        self._events.append(FinishedEvent(refused(request, self._policy_version, why)))
+    def abort(self, request_id: str, message: str) -> bool:
+        """End a request by its client's wish; whether it was on its way."""
+        trajectory = self._live.get(request_id)
+        if trajectory is not None:
+            self.finish(trajectory, Outcome.ABORTED, message)
+        return trajectory is not None
 
-    def open(self, request: Request, limits: ResolvedLimits) -> Trajectory:
-        """The record of a request that is on its way from now on."""
+    def _open(self, request: Request, limits: ResolvedLimits) -> Trajectory:
         parallel = request.visibility is Visibility.PARALLEL and self._cues is not None
         trajectory = Trajectory(
             request,

@@ -165,6 +165,7 @@ class Result:
         raw_log_probs: one a response token, under the model's own softmax; 0 if forced. Empty unless asked for.
         malformed_reason: why it is malformed, or why its last serialized block was.
         started_at: seconds since the epoch, when it was admitted; likewise `finished_at`.
+        textual_joins: joins for which all branches were fed again as plain text, not under the parallel rule.
     """
 
     request_id: str
@@ -184,6 +185,7 @@ class Result:
     finished_at: float = 0.0
     message: str = ""
     raw_log_probs: tuple[float, ...] = ()
+    textual_joins: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ def make_result(
         finished_at=now,
         message=message,
         raw_log_probs=tuple(value for span in spans for value in span.raw_log_probs),
+        textual_joins=trajectory.textual_joins,
     )
 
 

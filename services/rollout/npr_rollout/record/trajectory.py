@@ -163,6 +163,7 @@ class Trajectory:
         prompt: the shared entry of its prompt; None while it waits.
         settled: whether each active span has just its last token to feed, and nothing else is to be done.
         pages: KV pages that it holds, shared ones included.
+        textual_joins: joins for which all branches were fed again as plain text.
     """
 
     request: Request
@@ -181,6 +182,7 @@ class Trajectory:
     peak_pages: int = 0
     engine_steps: int = 0
     preemptions: int = 0
+    textual_joins: int = 0
     serialized_blocks: int = 0
     serialized_reason: MalformedReason = MalformedReason.NONE
     branch_truncated: bool = False

@@ -33,7 +33,7 @@ from npr_rollout.sglang.server import SglangServer
 from npr_rollout.sglang.settings import SglangSettings
 from npr_rollout.sglang.transport import Transport
 from npr_rollout.swap import Build
-from npr_sglang.contract import STATE_KEY
+from npr_sglang.contract import BACKEND
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class SglangBackend:
             max_running=self._rollout.max_running,
             max_branches=self._rollout.max_branches,
             max_blocks=self._rollout.max_blocks,
-            native=told.get(STATE_KEY) is not None,
+            native=told.get("radix_cache_backend") == BACKEND,
         )
 
 

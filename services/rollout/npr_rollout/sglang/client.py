@@ -56,6 +56,7 @@ class Ask:
         tokens: all of its input.
         stop: ids after which it ends.
         params: for the plug-in; None where the server has none.
+        at_once: whether each token is to be told as it comes, not some at a time.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Ask:
     stop: tuple[int, ...]
     sampling: SamplingParams
     params: Params | None
+    at_once: bool = False
 
     def body(self) -> dict[str, Any]:
         """As the server takes it."""
@@ -76,6 +78,8 @@ class Ask:
             "stop_token_ids": list(self.stop),
             "ignore_eos": not self.stop,
         }
+        if self.at_once:
+            sampling["stream_interval"] = 1
         if self.params is not None:
             sampling["custom_params"] = {KEY: self.params.to_dict()}
         return {
@@ -137,8 +141,10 @@ class SglangClient:
                 if answer.status != 200:
                     ended = Ended(ask.name, *_refusal(await answer.text()))
                     return
+                taken = 0
                 async for message in _messages(answer):
-                    drawn, end = _read(ask.name, message)
+                    drawn, end = _read(ask.name, message, taken)
+                    taken += len(drawn)
                     if drawn:
                         sink(Tokens(ask.name, drawn))
                     if end is not None:
@@ -220,13 +226,16 @@ async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str
             yield message
 
 
-def _read(name: str, message: Mapping[str, Any]) -> tuple[list[Drawn], Ended | None]:
+def _read(name: str, message: Mapping[str, Any], taken: int) -> tuple[list[Drawn], Ended | None]:
+    """New tokens of a message, and the end. A server may tell all tokens each time, `taken` of which are known."""
     if "error" in message:
         return [], Ended(name, *_refusal(json.dumps(message)))
     meta = message["meta_info"]
     log_probs = meta.get("output_token_logprobs") or []
     raw = meta.get(_RAW) or [0.0] * len(log_probs)
     drawn = [Drawn(token, log_prob, float(r or 0.0)) for (log_prob, token, *_), r in zip(log_probs, raw, strict=False)]
+    new = int(meta.get("completion_tokens", taken + len(drawn))) - taken
+    drawn = drawn[max(0, len(drawn) - new) :]
     reason = meta.get("finish_reason")
     if reason is None:
         return drawn, None

@@ -115,12 +115,9 @@ class SglangEngine:
             AlreadyExistsError: a request with this id is on its way.
         """
         check_request(request, self.limits.context, self.limits.vocab_size)
-        self._live.check_is_new(request)
-        limits, obstacle = self.limits.resolve(request)
-        if obstacle:
-            self._live.refuse(request, obstacle)
-        else:
-            self._waiting.add(self._live.open(request, limits))
+        trajectory = self._live.accept(request, self.limits.resolve)
+        if trajectory is not None:
+            self._waiting.add(trajectory)
         return request.request_id
 
     def step(self) -> list[Event]:
@@ -135,12 +132,9 @@ class SglangEngine:
 
     def abort(self, request_id: str, message: str = "The client left.") -> bool:
         """End a request with all its branches, at any moment; whether it was on its way. `message` says why."""
-        trajectory = self._live.get(request_id)
-        if trajectory is None:
-            return False
-        self._live.finish(trajectory, Outcome.ABORTED, message)
+        was_on_its_way = self._live.abort(request_id, message)
         self._forget_finished()
-        return True
+        return was_on_its_way
 
     def status(self) -> EngineStatus:
         """What the engine is doing. A page is a token's keys and values here, a step one that has brought tokens."""
@@ -159,6 +153,7 @@ class SglangEngine:
             preemptions=self._counts["preemptions"],
             evictions=self._counts["evictions"],
             fork_refusals=dict(self._growth.refusals),
+            joins_by_text=not self.limits.native,
         )
 
     def audit(self) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ Invariants:
   faster. So what is decided depends on the record alone, as in the engine that steps itself.
 - A context is used only when it is sealed: the keys and values of every token of its branches were computed, each in
   the isolation of its branch. An eviction unseals it.
+- A server without the plug-in knows no contexts: what stands on joined blocks is fed as plain text, and the record
+  counts these joins (`textual_joins`).
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ class Journey:
         """New tokens of a stream; those of streams that are not wanted any more are thrown away."""
         stream = self._streams.get(name)
         if stream is not None and stream.purpose is Purpose.DECODE:
-            stream.drawn.extend(drawn)
+            stream.drawn.extend(drawn if self._native else self._by_our_rules(drawn))
             self._idle_ends = 0
 
     def ended(self, ended: Ended) -> str:
@@ -145,6 +147,11 @@ class Journey:
         if ended.end in (End.REFUSED, End.NO_ROOM):
             return f"The SGLang server refuses it ({ended.end.value}): {ended.message}"
         return "The SGLang server ends its streams without a token." if self._idle_ends > _MAX_IDLE_ENDS else ""
+
+    def _by_our_rules(self, drawn: list[Drawn]) -> list[Drawn]:
+        """What a server without the plug-in has drawn: all it tells is the log-probability after temperature."""
+        is_greedy = self.trajectory.request.sampling.temperature == 0.0  # drawn from a point mass
+        return [Drawn(token, 0.0 if is_greedy else log_prob, log_prob) for token, log_prob, _ in drawn]
 
     @property
     def has_begun_its_block(self) -> bool:
@@ -230,6 +237,8 @@ class Journey:
         self._asked += 1
         name = f"{self.name}.{self._asked}."
         before, blocks = _before(self.trajectory, span)
+        if not self._native:
+            self.trajectory.textual_joins = len(blocks)
         ask = self._seal if purpose is Purpose.SEAL else self._decode
         asked = ask(name, [*before, *span.tokens], span, Context(blocks))
         self._streams[name] = Stream(asked, purpose, span, len(span.tokens))
@@ -240,7 +249,9 @@ class Journey:
 
     def _decode(self, name: str, tokens: list[int], span: Span, context: Context) -> Ask:
         params = self._params(span, context) if self._native else None
-        return Ask(name, tokens, self._room(span), self._stop_ids(span), self.trajectory.request.sampling, params)
+        request = self.trajectory.request
+        stop = self._stop_ids(span)
+        return Ask(name, tokens, self._room(span), stop, request.sampling, params, at_once=request.stream)
 
     def _params(self, span: Span, context: Context) -> Params:
         sampling = self.trajectory.request.sampling

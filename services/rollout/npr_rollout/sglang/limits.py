@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from npr_rollout.record.ledger import ResolvedLimits
-from npr_rollout.record.request import Request
+from npr_rollout.record.request import Request, SamplingParams
 from npr_rollout.record.trajectory import Trajectory
 
 _SPARE = 4  # the token beyond the last one that the server makes room for, and what it draws to seal
@@ -48,7 +48,7 @@ class ServerLimits:
         room = self.context - prompt
         fits = max(0, min(self.pool_tokens, self.input_tokens) - prompt - _SPARE)
         wanted = asked.max_tokens if asked.max_tokens is not None else self._default_tokens(fits)
-        obstacle = ""
+        obstacle = "" if self.native else _beyond_a_plain_server(request.sampling)
         if wanted > fits or fits == 0:
             obstacle = (
                 f"{prompt} prompt tokens and {max(wanted, 1)} new ones never fit into a pool of {self.pool_tokens} and "
@@ -65,6 +65,25 @@ class ServerLimits:
         return trajectory.length + trajectory.ledger.remaining + branches + 1 <= min(
             self.pool_tokens, self.input_tokens
         )
+
+
+def _beyond_a_plain_server(sampling: SamplingParams) -> str:
+    """What a server without the plug-in can't do by our rules, as a sentence; empty if it can do all of it.
+
+    It tells log-probabilities after temperature and before truncation, and penalises all that it sees.
+    """
+    draws = sampling.temperature > 0
+    asked = {
+        "repetition_penalty": sampling.repetition_penalty != 1.0,
+        "raw_log_probs": sampling.raw_log_probs and sampling.temperature not in (0.0, 1.0),
+        "top_p": draws and sampling.top_p != 1.0,
+        "top_k": draws and sampling.top_k != 0,
+        "min_p": draws and sampling.min_p != 0.0,
+    }
+    names = ", ".join(name for name, is_asked in asked.items() if is_asked)
+    return (
+        f"An SGLang server without the plug-in can't do {names} by our rules: serve with the plug-in." if names else ""
+    )
 
 
 class Expectations:

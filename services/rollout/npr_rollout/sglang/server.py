@@ -17,6 +17,7 @@ from pathlib import Path
 
 from npr_common.errors import FailedPreconditionError
 from npr_rollout.sglang.settings import SglangSettings
+from npr_sglang.launch import ENDS_WITH_STDIN, WITHOUT_PLUGIN
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class SglangServer:
             settings.python,
             "-m",
             "npr_sglang",
-            "--ends-with-stdin",
+            ENDS_WITH_STDIN,
+            *([] if settings.plugin else [WITHOUT_PLUGIN]),
             *_arguments(folder, port, context, dtype, settings),
         ]
         log.info("starting SGLang: %s", " ".join(command))
@@ -84,7 +86,7 @@ def _arguments(folder: Path, port: int, context: int, dtype: str, settings: Sgla
         "--dtype": dtype,
         "--tp-size": settings.tensor_parallel,
         "--stream-interval": settings.stream_interval,
-        "--context-length": settings.input_tokens or 2 * context,
+        "--context-length": settings.input_tokens or (2 * context if settings.plugin else context),
         "--attention-backend": settings.attention_backend,
         "--mem-fraction-static": settings.memory_fraction or "",
         "--max-total-tokens": settings.pool_tokens or "",

@@ -13,6 +13,12 @@ class SglangSettings(Settings):
 
     model_config = SettingsConfigDict(env_prefix="NPR_SGLANG_", frozen=True, extra="ignore")
 
+    url: str = Field(
+        default="", description="a server that runs already, such as `http://10.0.0.5:30000`; empty: one is started"
+    )
+    plugin: bool = Field(
+        default=True, description="start the server with the plug-in; without it joins are made by text, not natively"
+    )
     python: str = Field(default="python", description="the Python of the environment that SGLang is installed in")
     device: str = Field(default="cuda", description="`cuda` or `cpu`")
     dtype: str = Field(default="auto", description="type of the weights; auto: as published")
@@ -28,7 +34,9 @@ class SglangSettings(Settings):
         default=0, ge=0, description="longest input with all branches in line; 0: twice the model's context"
     )
     cuda_graphs: bool = Field(default=True, description="decode by CUDA graphs")
-    stream_interval: int = Field(default=8, ge=1, description="tokens that the server tells of at once")
+    stream_interval: int = Field(
+        default=8, ge=1, description="tokens that the server tells of at once, where nobody watches"
+    )
     start_seconds: float = Field(default=900.0, gt=0, description="how long the server may take to start")
     threads: int = Field(default=1, ge=1, description="CPU threads of one operation, on a CPU")
     arguments: list[str] = Field(default=[], description="more arguments of `sglang.launch_server`, a JSON list")

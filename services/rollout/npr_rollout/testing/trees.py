@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from npr_common.cues import step_cue, takeaway_cue
 from npr_common.dialects import load_dialect
 from npr_common.tags import Role, TagIds
 
@@ -26,9 +27,9 @@ class Tree:
 class TreeMaker:
     """Makes trees with the headers and cues that the engine forces."""
 
-    def __init__(self, tokenizer: Any, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Any, seed: int = 0, dialect: str = "npr") -> None:
         self._tokenizer = tokenizer
-        self._dialect = load_dialect("npr")
+        self._dialect = load_dialect(dialect)
         self._random = random.Random(seed)
         tags = TagIds.from_tokenizer(tokenizer, self._dialect)
         assert tags is not None
@@ -45,16 +46,19 @@ class TreeMaker:
         return Tree((*prompt, *response, self._tokenizer.eos_token_id), len(prompt))
 
     def block(self, branches: int, longest: int) -> list[int]:
-        """Guideline, steps and takeaway."""
-        tags, pick = self.tags, self._random
-        ids = [tags.open(Role.GUIDELINE)]
-        for index in range(1, branches + 1):
-            ids += [tags.open(Role.PLAN), *self.text(f"{index}: "), *self.words(pick.randint(1, 4))]
+        """Guideline, steps and takeaway, in a tag of their own where the dialect has one."""
+        tags, pick, dialect = self.tags, self._random, self._dialect
+        ids = [tags.open(Role.BLOCK)] if dialect.wrapped else []
+        ids.append(tags.open(Role.GUIDELINE))
+        for number in range(1, branches + 1):
+            ids += [tags.open(Role.PLAN), *self.text(dialect.label_of(number) + " "), *self.words(pick.randint(1, 4))]
             ids += [tags.close(Role.PLAN)]
         ids.append(tags.close(Role.GUIDELINE))
-        for index in range(1, branches + 1):
-            ids += [*self.text(f"\n<step>{index}:"), *self.words(pick.randint(1, longest)), tags.close(Role.STEP)]
-        return [*ids, *self.text("\n<takeaway>"), *self.words(pick.randint(1, 5)), tags.close(Role.TAKEAWAY)]
+        for number in range(1, branches + 1):
+            ids += [*step_cue(dialect, number).encode(self._tokenizer), *self.words(pick.randint(1, longest))]
+            ids += [tags.close(Role.STEP)]
+        ids += [*takeaway_cue(dialect).encode(self._tokenizer), *self.words(pick.randint(1, 5))]
+        return [*ids, tags.close(Role.TAKEAWAY), *([tags.close(Role.BLOCK)] if dialect.wrapped else [])]
 
     def text(self, text: str) -> list[int]:
         """Ids of a text."""

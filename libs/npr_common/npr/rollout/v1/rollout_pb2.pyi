@@ -705,6 +705,7 @@ class GetEngineStatusResponse(_message.Message):
     SAMPLING_SECONDS_FIELD_NUMBER: _builtins.int
     KV_TOKENS_READ_FIELD_NUMBER: _builtins.int
     KV_TOKENS_ATTENDED_FIELD_NUMBER: _builtins.int
+    JOINS_BY_TEXT_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Trajectories being decoded."""
     waiting: _builtins.int
@@ -739,6 +740,8 @@ class GetEngineStatusResponse(_message.Message):
     """Keys and values read by attention so far, in tokens: a prefix that rows share counts once a step."""
     kv_tokens_attended: _builtins.int
     """The same, had every row read its whole prefix by itself."""
+    joins_by_text: _builtins.bool
+    """True where joins are made by feeding all branches again as plain text; see `Trajectory.textual_joins`."""
     @_builtins.property
     def policy(self) -> _policy_pb2.PolicyRef:
         """What it serves; unset while nothing is loaded."""
@@ -774,10 +777,11 @@ class GetEngineStatusResponse(_message.Message):
         sampling_seconds: _builtins.float = ...,
         kv_tokens_read: _builtins.int = ...,
         kv_tokens_attended: _builtins.int = ...,
+        joins_by_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_problems", b"audit_problems", "evictions", b"evictions", "fork_refusals", b"fork_refusals", "forks", b"forks", "forward_seconds", b"forward_seconds", "joins", b"joins", "kv_tokens_attended", b"kv_tokens_attended", "kv_tokens_read", b"kv_tokens_read", "pages_cached", b"pages_cached", "pages_total", b"pages_total", "pages_used", b"pages_used", "policy", b"policy", "preemptions", b"preemptions", "running", b"running", "sampling_seconds", b"sampling_seconds", "scheduling_seconds", b"scheduling_seconds", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_problems", b"audit_problems", "evictions", b"evictions", "fork_refusals", b"fork_refusals", "forks", b"forks", "forward_seconds", b"forward_seconds", "joins", b"joins", "joins_by_text", b"joins_by_text", "kv_tokens_attended", b"kv_tokens_attended", "kv_tokens_read", b"kv_tokens_read", "pages_cached", b"pages_cached", "pages_total", b"pages_total", "pages_used", b"pages_used", "policy", b"policy", "preemptions", b"preemptions", "running", b"running", "sampling_seconds", b"sampling_seconds", "scheduling_seconds", b"scheduling_seconds", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -386,6 +386,7 @@ class Trajectory(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     RAW_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    TEXTUAL_JOINS_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Unique: `<group_id>/<sample_index>`; the idempotency key of an append."""
     group_id: _builtins.str
@@ -416,6 +417,10 @@ class Trajectory(_message.Message):
     """W3C trace context of the trajectory's span."""
     prompt_text: _builtins.str
     """The prompt's text, decoded once from its ids for viewers."""
+    textual_joins: _builtins.int
+    """Joins that were made by feeding all branches again as plain text, by a server without native fork and join: what
+    follows them was not decoded under the parallel rule. Such a trajectory is for looking at, never for training.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and response in canonical order."""
@@ -481,10 +486,11 @@ class Trajectory(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         prompt_text: _builtins.str = ...,
         raw_log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        textual_joins: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished_at", b"finished_at", "ledger", b"ledger", "policy", b"policy", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_log_probs", b"behavior_log_probs", "branch_truncated", b"branch_truncated", "finished_at", b"finished_at", "forced", b"forced", "group_id", b"group_id", "ledger", b"ledger", "limit", b"limit", "malformed_reason", b"malformed_reason", "message", b"message", "metadata", b"metadata", "outcome", b"outcome", "policy", b"policy", "prompt_id", b"prompt_id", "prompt_length", b"prompt_length", "prompt_text", b"prompt_text", "raw_log_probs", b"raw_log_probs", "response_text", b"response_text", "sample_index", b"sample_index", "serialized_blocks", b"serialized_blocks", "started_at", b"started_at", "token_ids", b"token_ids", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id", "visibility", b"visibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_log_probs", b"behavior_log_probs", "branch_truncated", b"branch_truncated", "finished_at", b"finished_at", "forced", b"forced", "group_id", b"group_id", "ledger", b"ledger", "limit", b"limit", "malformed_reason", b"malformed_reason", "message", b"message", "metadata", b"metadata", "outcome", b"outcome", "policy", b"policy", "prompt_id", b"prompt_id", "prompt_length", b"prompt_length", "prompt_text", b"prompt_text", "raw_log_probs", b"raw_log_probs", "response_text", b"response_text", "sample_index", b"sample_index", "serialized_blocks", b"serialized_blocks", "started_at", b"started_at", "textual_joins", b"textual_joins", "token_ids", b"token_ids", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,255 @@
+"""What `engine_backends.py` measures: the same forced trees on both engine backends, by what their clients see.
+
+Nothing is asked of an engine but its events, so both are measured alike, the way to the server included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from _subjects import DIALECT, Subject
+
+from npr_rollout.backend import DecodingEngine
+from npr_rollout.engine.config import EngineConfig
+from npr_rollout.engine.engine import Engine
+from npr_rollout.engine.scripted import ScriptedSampler
+from npr_rollout.record.outcomes import Outcome, Visibility
+from npr_rollout.record.request import FinishedEvent, Limits, Request
+from npr_rollout.record.script import Script
+from npr_rollout.sglang.client import Ended, Tokens, wait_until_healthy
+from npr_rollout.sglang.engine import SglangEngine
+from npr_rollout.sglang.limits import ServerLimits
+from npr_rollout.sglang.server import SglangServer
+from npr_rollout.sglang.settings import SglangSettings
+from npr_rollout.sglang.transport import Transport
+from npr_rollout.testing.trees import Tree
+
+PAGE_SIZE = 16
+_START_SECONDS = 600.0
+_SLACK = 4  # tokens that a limit leaves, so that no branch meets it
+
+
+class Backend(Protocol):
+    """Makes engines that follow scripts."""
+
+    name: str
+
+    def engine(self, scripts: dict[str, Script], trees: int) -> DecodingEngine:
+        """A fresh engine with room for so many trees at once."""
+        ...
+
+    def seals(self, blocks: int, branches: int) -> list[float]:
+        """Of the tree that was decoded last: seconds that each block's branches took to be sealed after their end."""
+        ...
+
+
+class TorchBackend:
+    """The engine of this process, as its service runs it."""
+
+    def __init__(self, subject: Subject, dtype: str, pool_tokens: int) -> None:
+        self._subject = subject
+        self._model = subject.load(dtype)
+        self._pages = pool_tokens // PAGE_SIZE
+        self.name = "torch"
+
+    def engine(self, scripts: dict[str, Script], trees: int) -> DecodingEngine:
+        """See `Backend`."""
+        config = EngineConfig(page_size=PAGE_SIZE, pages=self._pages, max_running=trees)
+        return Engine(self._model, self._subject.tokenizer, DIALECT, config, sampler=ScriptedSampler(scripts))
+
+    def seals(self, blocks: int, branches: int) -> list[float]:
+        """The last token of a branch is fed with the cue: nothing is to be sealed."""
+        return [0.0] * blocks
+
+
+class _Clocked(queue.SimpleQueue[Tokens | Ended]):
+    """Arrivals that remember when each stream's last tokens came, and when its end did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_tokens: dict[str, float] = {}
+        self.ends: dict[str, float] = {}
+
+    def put(self, item: Tokens | Ended, block: bool = True, timeout: float | None = None) -> None:
+        """Take one in."""
+        (self.ends if isinstance(item, Ended) else self.last_tokens)[item.name] = time.perf_counter()
+        super().put(item, block, timeout)
+
+
+class SglangBackend:
+    """An engine on an SGLang server with the plug-in.
+
+    Attributes:
+        arrivals: what has come from the server since the last engine was made.
+    """
+
+    def __init__(self, subject: Subject, transport: Transport, version: str, told: Mapping[str, Any]) -> None:
+        self._subject = subject
+        self._transport = transport
+        self._told = told
+        self.name = f"sglang {version}"
+        self.arrivals = _Clocked()
+
+    def engine(self, scripts: dict[str, Script], trees: int) -> DecodingEngine:
+        """See `Backend`."""
+        self._transport.ask(lambda client: client.flush())
+        self.arrivals = self._transport.arrivals = _Clocked()
+        limits = ServerLimits(
+            context=self._subject.config.max_position_embeddings,
+            vocab_size=self._subject.config.vocab_size,
+            pool_tokens=int(self._told["max_total_num_tokens"]),
+            input_tokens=int(self._told["max_req_input_len"]),
+            max_running=trees,
+            max_branches=64,
+            max_blocks=64,
+        )
+        ends = frozenset({self._subject.tokenizer.eos_token_id})
+        return SglangEngine(self._transport, self._subject.tokenizer, DIALECT, limits, eos=ends, scripts=scripts)
+
+    def seals(self, blocks: int, branches: int) -> list[float]:
+        """See `Backend`. Streams are asked for in order: the trunk, a block's branches, the trunk..."""
+        names = sorted(self.arrivals.ends, key=lambda name: int(name.split(".")[1]))
+        found = []
+        for block in range(blocks):
+            own = names[block * (branches + 1) + 1 : (block + 1) * (branches + 1)]
+            ended, said = (max(of[name] for name in own) for of in (self.arrivals.ends, self.arrivals.last_tokens))
+            found.append(ended - said)
+        return found
+
+
+@contextmanager
+def sglang_backend(python: Path, subject: Subject, dtype: str, pool_tokens: int, threads: int) -> Iterator[Backend]:
+    """A server on the CPU, unless the environment (`NPR_SGLANG_...`) says otherwise."""
+    cpu = {} if "NPR_SGLANG_DEVICE" in os.environ else {"device": "cpu", "attention_backend": "torch_native"}
+    settings = SglangSettings(
+        python=str(python), pool_tokens=pool_tokens, input_tokens=pool_tokens, threads=threads, **cpu
+    )
+    server = SglangServer(subject.folder, subject.config.max_position_embeddings, dtype, settings)
+    transport = Transport(server.url)
+    try:
+        transport.ask(lambda client: wait_until_healthy(client, lambda: server.is_alive, _START_SECONDS))
+        told = transport.ask(lambda client: client.info())
+        yield SglangBackend(subject, transport, str(told["version"]), told)
+    finally:
+        transport.close()
+        server.end()
+
+
+@dataclass
+class Answer:
+    """One trajectory, as its client saw it: `news` are (seconds, block) of each step that sampled for it, in order."""
+
+    submitted: float
+    finished: float = 0.0
+    news: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Time to answer."""
+        return self.finished - self.submitted
+
+    def hear(self, now: float, block: int) -> None:
+        """A step has sampled for a block, or (-1) for the trunk."""
+        if not self.news or self.news[-1] != (now, block):
+            self.news.append((now, block))
+
+
+@dataclass
+class Decoding:
+    """A load, decoded."""
+
+    answers: list[Answer]
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last answer."""
+        return max(a.finished for a in self.answers) - min(a.submitted for a in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the prompts, forced ones included."""
+        return self.tokens / self.seconds
+
+    @property
+    def time_to_answer(self) -> float:
+        """Median over the trajectories, in seconds."""
+        return statistics.median(answer.seconds for answer in self.answers)
+
+
+def decode(
+    backend: Backend, subject: Subject, trees: Sequence[Tree], visibility: Visibility, *, watch: bool = False
+) -> Decoding:
+    """Decode trees at once; `watch` has each token told as it comes.
+
+    Raises:
+        RuntimeError: one of them did not say what it was to say.
+    """
+    tags = subject.tags if visibility is Visibility.PARALLEL else None
+    scripts = {f"t{i}": Script.of(tree.token_ids, tree.prompt_length, tags) for i, tree in enumerate(trees)}
+    engine = backend.engine(scripts, len(trees))
+    answers: dict[str, Answer] = {}
+    for name, tree in zip(scripts, trees, strict=True):
+        limits = Limits(max_tokens=len(tree.token_ids) - tree.prompt_length + _SLACK)
+        answers[name] = Answer(time.perf_counter())
+        engine.submit(Request(name, tree.prompt, limits=limits, visibility=visibility, stream=watch))
+    expected = dict(zip(scripts, trees, strict=True))
+    while not engine.idle:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, FinishedEvent):
+                result = event.result
+                if result.outcome is not Outcome.COMPLETED or result.token_ids != expected[result.request_id].token_ids:
+                    raise RuntimeError(f"{backend.name}: {result.request_id} ended as {result.outcome.name}")
+                answers[result.request_id].finished = now
+            elif not all(event.forced):
+                answers[event.request_id].hear(now, event.block)
+    return Decoding(list(answers.values()), sum(len(tree.token_ids) - tree.prompt_length for tree in trees))
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """What fork and join took more than plain steps, in seconds, for each block of a tree.
+
+    Attributes:
+        steps: plain steps of the blocks; `trunk_steps` of the trunk.
+        forks: from `</guideline>` to the branches' first tokens, less a plain step of the block.
+        joins: from the branches' last tokens to the first one of what follows, less a plain step of the trunk; seals
+            included.
+        seals: the part of `joins` that passes before the keys and values of all branches are written.
+    """
+
+    steps: list[float]
+    trunk_steps: list[float]
+    forks: list[float]
+    joins: list[float]
+    seals: list[float]
+
+
+def block_costs(backend: Backend, subject: Subject, tree: Tree, blocks: int, branches: int) -> BlockCosts:
+    """Decode one tree, and take the time of each of its steps as its client sees them."""
+    (answer,) = decode(backend, subject, [tree], Visibility.PARALLEL, watch=True).answers
+    gaps: dict[tuple[bool, bool], list[float]] = {}
+    for (before, at), (now, then) in itertools.pairwise(answer.news):
+        gaps.setdefault((at >= 0, then >= 0), []).append(now - before)
+    steps, trunk_steps = gaps[True, True], gaps[False, False]
+    step, trunk_step = statistics.median(steps), statistics.median(trunk_steps)
+    forks, joins = gaps[False, True], gaps[True, False]
+    assert len(forks) == len(joins) == blocks
+    return BlockCosts(
+        steps,
+        trunk_steps,
+        [gap - step for gap in forks],
+        [gap - trunk_step for gap in joins],
+        backend.seals(blocks, branches),
+    )

@@ -1,0 +1,127 @@
+"""A server whose pool is too small for the load: what it takes away is computed again, and nothing is lost or held."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from npr_common.tags import Role
+from npr_rollout.backend import DecodingEngine
+from npr_rollout.record.outcomes import ForkRefusal, MalformedReason, Outcome
+from npr_rollout.record.request import FinishedEvent, Limits, Request, Result
+from npr_rollout.record.script import Script
+from npr_rollout.sglang.engine import SglangEngine
+from npr_rollout.sglang.transport import Transport
+from npr_rollout.testing.conformance import (
+    GREEDY,
+    POOL_TOKENS,
+    SECONDS,
+    TOKENIZER,
+    check_against_reference,
+    check_idle,
+    on_server,
+    requests_of,
+    run,
+    scripts_of,
+)
+from npr_rollout.testing.trees import Tree, TreeMaker
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+
+def test_running_streams_are_retracted_and_go_on(server: Transport) -> None:
+    """Sixteen trajectories that no one has expected to grow: together they need several pools."""
+    maker = TreeMaker(TOKENIZER, 11)
+    trees = {f"r{i}": maker.tree(blocks=1, branches=8, longest=90) for i in range(16)}
+    assert sum(len(tree.token_ids) for tree in trees.values()) > 2 * POOL_TOKENS
+    engine = on_server(server)(scripts_of(trees, maker))
+    results = run(engine, requests_of(trees))
+    assert sum(result.ledger.preemptions for result in results.values()) > 0
+    for name, tree in trees.items():
+        assert (results[name].outcome, results[name].token_ids) == (Outcome.COMPLETED, tree.token_ids)
+        check_against_reference(results[name], maker.tags)
+    assert engine.status().preemptions == sum(result.ledger.preemptions for result in results.values())
+    check_idle(engine)
+
+
+def test_a_branch_that_is_evicted_before_its_join_is_computed_again(server: Transport) -> None:
+    """One branch is long, the others have ended and are held by nobody; then long prompts need their room."""
+    maker = TreeMaker(TOKENIZER, 12)
+    tree = uneven(maker, longest=300)
+    engine = on_server(server)({"waits": Script.of(tree.token_ids, tree.prompt_length, maker.tags)})
+    engine.submit(Request("waits", tree.prompt, GREEDY, Limits(max_tokens=420)))
+    step_until(engine, lambda: engine.status().tokens > 60)
+    for index in range(3):
+        prompt = tuple(maker.words(430)[:850])
+        engine.submit(Request(f"fills{index}", prompt, GREEDY, Limits(max_tokens=150)))
+    results = run(engine, [])
+    assert engine.status().evictions > 0
+    assert results["waits"].token_ids == tree.token_ids
+    check_against_reference(results["waits"], maker.tags)
+    assert all(results[f"fills{index}"].ledger.total_tokens == 150 for index in range(3))
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("policy", [ForkRefusal.REJECT, ForkRefusal.SERIALIZE])
+def test_a_fork_that_never_fits_is_refused(server: Transport, policy: ForkRefusal) -> None:
+    maker = TreeMaker(TOKENIZER, 13)
+    tree = maker.tree(blocks=1, branches=8, longest=4)
+    engine = on_server(server)({"tight": Script.of(tree.token_ids, tree.prompt_length, maker.tags)})
+    assert isinstance(engine, SglangEngine)
+    limits, _ = engine.limits.resolve(Request("tight", tree.prompt, GREEDY))
+    fits = min(engine.limits.pool_tokens, engine.limits.input_tokens) - len(tree.prompt) - 4
+    assert limits.max_tokens < fits
+    (result,) = run(
+        engine, [Request("tight", tree.prompt, GREEDY, Limits(max_tokens=fits), fork_refusal=policy)]
+    ).values()
+    assert result.malformed_reason is MalformedReason.KV_POOL
+    assert result.textual_joins == 0
+    if policy is ForkRefusal.REJECT:
+        assert result.outcome is Outcome.MALFORMED
+    else:
+        assert (result.serialized_blocks, result.ledger.blocks) == (1, ())
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("moment", [1, 3, 6, 10, 20])
+def test_aborts_while_the_pool_is_full_leave_nothing_behind(server: Transport, moment: int) -> None:
+    """Whatever the server is doing to a request then: it waits, runs, was retracted, or is sealed again."""
+    maker = TreeMaker(TOKENIZER, 20 + moment)
+    trees = {f"f{moment}.{i}": maker.tree(blocks=2, branches=6, longest=60) for i in range(20)}
+    engine = on_server(server)(scripts_of(trees, maker))
+    for request in requests_of(trees):
+        engine.submit(request)
+    ended = {}
+    for _ in range(10 * moment):
+        ended |= results_of(engine)
+    for name in list(trees)[::2]:
+        engine.abort(name)
+    ended |= run(engine, [])
+    assert ended.keys() == trees.keys()
+    for name in list(trees)[1::2]:
+        assert ended[name].token_ids == trees[name].token_ids
+    check_idle(engine)
+
+
+def uneven(maker: TreeMaker, longest: int) -> Tree:
+    """A tree of four branches, the last of which is much longer than the others."""
+    short = maker.tree(blocks=1, branches=4, longest=2)
+    ids = list(short.token_ids)
+    last = max(place for place, token in enumerate(ids) if token == maker.tags.close(Role.STEP))
+    words = maker.words(longest // 2)
+    return Tree((*ids[:last], *words, *ids[last:]), short.prompt_length)
+
+
+def step_until(engine: DecodingEngine, condition: Callable[[], bool]) -> None:
+    """Step until the condition holds."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        engine.step()
+
+
+def results_of(engine: DecodingEngine) -> dict[str, Result]:
+    """What ends in one step."""
+    return {e.result.request_id: e.result for e in engine.step() if isinstance(e, FinishedEvent)}
