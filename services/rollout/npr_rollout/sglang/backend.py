@@ -1,10 +1,11 @@
-"""The backend for GPU pods: an SGLang server decodes, in a process of its own.
+"""The backend for GPU pods: an SGLang server decodes, in a process of its own, or on a host of its own.
 
 Invariants:
 - One server, one policy at a time: weights are changed with nothing in flight, and the cache is flushed with them.
+- Which weights a server has, it says itself: they are loaded unless it bears the policy's stamp.
 - A policy is served only after the server says to its canary's prompt what it must. One that fails leaves the policy
   before it to be loaded again, whose files stay until then.
-- A server that is gone is started again by whoever needs it next.
+- A server that is gone is started again, or waited for, by whoever needs it next.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from npr_rollout.settings import RolloutSettings
 from npr_rollout.sglang.client import wait_until_healthy
 from npr_rollout.sglang.engine import SglangEngine
 from npr_rollout.sglang.limits import ServerLimits
-from npr_rollout.sglang.server import SglangServer
+from npr_rollout.sglang.server import RemoteServer, Server, SglangServer
 from npr_rollout.sglang.settings import SglangSettings
 from npr_rollout.sglang.transport import Transport
+from npr_rollout.sglang.weights import make_weights
 from npr_rollout.swap import Build
 from npr_sglang.contract import BACKEND
 
@@ -63,6 +65,10 @@ class SglangBackend:
         """End the server."""
         await asyncio.to_thread(self._end)
 
+    async def sleep(self) -> None:
+        """See `EngineBackend`. A server without the memory saver is ended; the next policy starts it again."""
+        await asyncio.to_thread(self._sleep)
+
     # --- in the engine's thread, with nothing in flight ---
 
     def _serve(self, policy: LoadedPolicy, model: _Model) -> Serving:
@@ -71,8 +77,7 @@ class SglangBackend:
             self._served = None
             if running is None or not running.can_load(model):
                 running = self._restart(policy, model)
-            elif running.digest != policy.ref.digest:
-                running.load(policy)
+            running.make_serve(policy)
             _check_canary(policy, model, running.transport, self._settings)
             self._served = policy.ref
         limits = self._limits(model, running.transport)
@@ -92,17 +97,23 @@ class SglangBackend:
                 self._restart(policy, model)
 
     def _restart(self, policy: LoadedPolicy, model: _Model) -> _Running:
-        if self._running is not None:
-            self._running.end()
-            self._running = None
+        self._end_running()
         self._running = _Running(policy, model, self._settings)
         return self._running
 
+    def _sleep(self) -> None:
+        with self._changing:
+            if self._running is not None and not self._running.sleep():
+                self._end_running()
+
     def _end(self) -> None:
         with self._changing:
-            if self._running is not None:
-                self._running.end()
-                self._running = None
+            self._end_running()
+
+    def _end_running(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.end()
 
     def _limits(self, model: _Model, transport: Transport) -> ServerLimits:
         told = transport.ask(lambda client: client.info())
@@ -137,11 +148,19 @@ class _Running:
 
     def __init__(self, policy: LoadedPolicy, model: _Model, settings: SglangSettings) -> None:
         assert policy.folder is not None
-        self.shape = model.shape
-        self.digest = policy.ref.digest
+        self._shape = model.shape
+        self._settings = settings
+        self._asleep = False
         dtype = str(_dtype(settings.dtype, model)).removeprefix("torch.")
-        self._server = SglangServer(policy.folder, model.context, dtype, settings)
+        self._server: Server
+        if settings.url:
+            self._server = RemoteServer(settings.url)
+        else:
+            self._server = SglangServer(policy.folder, model.context, dtype, settings, _stamp(policy))
         self.transport = Transport(self._server.url)
+        self._weights = make_weights(
+            settings.weights, self.transport, settings.tensor_parallel, settings.group_backend, settings.group_address
+        )
         try:
             self.transport.ask(
                 lambda client: wait_until_healthy(client, lambda: self._server.is_alive, settings.start_seconds)
@@ -151,21 +170,38 @@ class _Running:
             raise
 
     def can_load(self, model: _Model) -> bool:
-        """Whether its process lives, and holds weights of the same shape."""
-        return self._server.is_alive and self.shape == model.shape
+        """Whether it lives, and holds weights of the same shape."""
+        return self._server.is_alive and self._shape == model.shape
 
-    def load(self, policy: LoadedPolicy) -> None:
-        """Serve another policy's weights. Raises FailedPreconditionError."""
-        folder, version = str(policy.folder), f"{policy.ref.line}@{policy.ref.version}"
-        self.digest = ""
-        self.transport.ask(lambda client: client.flush())
-        self.transport.ask(lambda client: client.load(folder, version))
-        self.digest = policy.ref.digest
+    def make_serve(self, policy: LoadedPolicy) -> None:
+        """Serve a policy's weights, if they are not served already. Raises as `Weights.load`."""
+        assert policy.folder is not None
+        if self._asleep:
+            self.transport.ask(lambda client: client.resume_memory())
+        if self._asleep or self.transport.ask(lambda client: client.weight_version()) != _stamp(policy):
+            self._weights.load(policy.folder, _stamp(policy))
+        self._asleep = False
+
+    def sleep(self) -> bool:
+        """Give back the memory, if it can; whether it could."""
+        if not self._settings.memory_saver or not self._server.is_alive:
+            return False
+        if not self._asleep:
+            self.transport.ask(lambda client: client.flush())
+            self.transport.ask(lambda client: client.release_memory())
+            self._asleep = True
+        return True
 
     def end(self) -> None:
-        """End the server."""
+        """Leave the server, and end it if it was started here."""
+        self._weights.close()
         self.transport.close()
         self._server.end()
+
+
+def _stamp(policy: LoadedPolicy) -> str:
+    """What a server with this policy's weights says that it has."""
+    return f"{policy.ref.line}@{policy.ref.version}:{policy.ref.digest[:16]}"
 
 
 def _check_canary(policy: LoadedPolicy, model: _Model, transport: Transport, settings: SglangSettings) -> None:

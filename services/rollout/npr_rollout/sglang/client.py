@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 import aiohttp
+from torch import Tensor
 
 from npr_common.errors import FailedPreconditionError, UnavailableError
 from npr_rollout.record.request import SamplingParams
@@ -24,6 +25,7 @@ from npr_sglang.contract import EVICTED, INVALID, KEY, NO_ROOM, STATE_KEY, Param
 _RAW = "npr_raw_log_probs"
 _ALL_TOKENS = -1  # what the server takes for no top_k
 _CONTROL_SECONDS = 600.0
+_INFO_SECONDS = 60.0
 _ABORT_SECONDS = 10.0
 _KEEPALIVE_SECONDS = 1.0  # less than the server's 5: it must not close a connection that is taken up again
 
@@ -173,11 +175,7 @@ class SglangClient:
 
     async def info(self) -> Mapping[str, Any]:
         """What the server says of itself; with the plug-in, its counters under `npr`."""
-        try:
-            async with self._session.get(f"{self.url}/server_info", timeout=aiohttp.ClientTimeout(total=60)) as answer:
-                told: dict[str, Any] = await answer.json(content_type=None)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UnavailableError(f"The SGLang server at {self.url} does not answer: {error}") from error
+        told = await self._get("/server_info")
         states = told.get("internal_states") or [{}]
         return {**told, STATE_KEY: states[0].get(STATE_KEY)}
 
@@ -205,6 +203,61 @@ class SglangClient:
         """
         body = {"model_path": folder, "weight_version": version, "flush_cache": True, "abort_all_requests": False}
         await self._post("/update_weights_from_disk", body, _CONTROL_SECONDS)
+
+    async def load_tensors(self, handles: list[str], version: str) -> None:
+        """Serve tensors in shared memory, one handle a worker. Raises as `load`."""
+        body = {"serialized_named_tensors": handles, "weight_version": version, "flush_cache": True}
+        await self._post("/update_weights_from_tensor", body, _CONTROL_SECONDS)
+
+    async def join_group(self, name: str, address: str, port: int, size: int, backend: str) -> None:
+        """Have the workers join a `torch.distributed` group as the ranks behind 0. Raises as `load`."""
+        body = {
+            "group_name": name,
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": size,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body, _CONTROL_SECONDS)
+
+    async def leave_group(self, name: str) -> None:
+        """Have the workers leave a group."""
+        await self._post("/destroy_weights_update_group", {"group_name": name}, _CONTROL_SECONDS)
+
+    async def load_from_group(self, name: str, tensors: Sequence[tuple[str, Tensor]], version: str) -> None:
+        """Have the workers receive tensors, which rank 0 sends in this order, and serve them. Raises as `load`."""
+        body = {
+            "group_name": name,
+            "names": [tensor_name for tensor_name, _ in tensors],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+            "weight_version": version,
+            "flush_cache": True,
+        }
+        await self._post("/update_weights_from_distributed", body, _CONTROL_SECONDS)
+
+    async def weight_version(self) -> str:
+        """The version that the weights were loaded with."""
+        return str((await self._get("/model_info"))["weight_version"])
+
+    async def release_memory(self) -> None:
+        """Give back the memory of weights, keys and values; nothing may be in flight."""
+        await self._post("/release_memory_occupation", {}, _CONTROL_SECONDS)
+
+    async def resume_memory(self) -> None:
+        """Take the memory back; what the weights are then is not known."""
+        await self._post("/resume_memory_occupation", {}, _CONTROL_SECONDS)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        try:
+            timeout = aiohttp.ClientTimeout(total=_INFO_SECONDS)
+            async with self._session.get(f"{self.url}{path}", timeout=timeout) as answer:
+                answer.raise_for_status()
+                told: dict[str, Any] = await answer.json(content_type=None)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise UnavailableError(f"The SGLang server at {self.url} does not answer {path}: {error}") from error
+        return told
 
     async def _post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> str:
         try:

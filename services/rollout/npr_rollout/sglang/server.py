@@ -1,6 +1,6 @@
-"""The SGLang server as a child process.
+"""The SGLang server: a child process, or one that runs already.
 
-Invariants:
+Invariants of the child:
 - It ends with this process, however that ends: its standard input is a pipe whose other end is held here.
 - It listens on the loopback interface, on a port that was free.
 """
@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import Protocol
 
 from npr_common.errors import FailedPreconditionError
 from npr_rollout.sglang.settings import SglangSettings
@@ -24,6 +25,37 @@ log = logging.getLogger(__name__)
 _END_SECONDS = 10.0
 
 
+class Server(Protocol):
+    """A server.
+
+    Attributes:
+        url: where it answers, once it does.
+    """
+
+    url: str
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may answer."""
+        ...
+
+    def end(self) -> None:
+        """End it, if that is ours to do."""
+        ...
+
+
+class RemoteServer:
+    """A server that others run: whether it lives is seen by asking it."""
+
+    is_alive = True
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def end(self) -> None:
+        """It goes on."""
+
+
 class SglangServer:
     """A server with one policy's weights; see the module's docstring.
 
@@ -31,13 +63,14 @@ class SglangServer:
         url: where it answers, once it does.
     """
 
-    def __init__(self, folder: Path, context: int, dtype: str, settings: SglangSettings) -> None:
+    def __init__(self, folder: Path, context: int, dtype: str, settings: SglangSettings, stamp: str = "") -> None:
         """Start it; it takes a while until it answers.
 
         Args:
             folder: a policy's files.
             context: RoPE positions that the model knows.
             dtype: type of the weights. It is always said: SGLang's own choice for float32 would be float16.
+            stamp: what it says of its weights, until others are loaded.
 
         Raises:
             FailedPreconditionError: there is no such Python.
@@ -50,7 +83,7 @@ class SglangServer:
             "npr_sglang",
             ENDS_WITH_STDIN,
             *([] if settings.plugin else [WITHOUT_PLUGIN]),
-            *_arguments(folder, port, context, dtype, settings),
+            *_arguments(folder, port, context, dtype, settings, stamp),
         ]
         log.info("starting SGLang: %s", " ".join(command))
         try:
@@ -77,7 +110,7 @@ class SglangServer:
         self._process.stdin.close()
 
 
-def _arguments(folder: Path, port: int, context: int, dtype: str, settings: SglangSettings) -> list[str]:
+def _arguments(folder: Path, port: int, context: int, dtype: str, settings: SglangSettings, stamp: str) -> list[str]:
     arguments = {
         "--model-path": folder,
         "--host": "127.0.0.1",
@@ -90,11 +123,14 @@ def _arguments(folder: Path, port: int, context: int, dtype: str, settings: Sgla
         "--attention-backend": settings.attention_backend,
         "--mem-fraction-static": settings.memory_fraction or "",
         "--max-total-tokens": settings.pool_tokens or "",
+        "--weight-version": stamp,
         "--log-level": "warning",
     }
     switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
     if settings.device == "cuda" and not settings.cuda_graphs:
         switches.append("--disable-cuda-graph")
+    if settings.memory_saver:
+        switches.append("--enable-memory-saver")
     named = [text for name, value in arguments.items() if value != "" for text in (name, str(value))]
     return [*named, *switches, *settings.arguments]
 

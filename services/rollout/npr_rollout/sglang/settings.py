@@ -6,6 +6,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from npr_common.config import Settings
+from npr_rollout.sglang.weights import WeightWay
 
 
 class SglangSettings(Settings):
@@ -40,3 +41,14 @@ class SglangSettings(Settings):
     start_seconds: float = Field(default=900.0, gt=0, description="how long the server may take to start")
     threads: int = Field(default=1, ge=1, description="CPU threads of one operation, on a CPU")
     arguments: list[str] = Field(default=[], description="more arguments of `sglang.launch_server`, a JSON list")
+    weights: WeightWay = Field(
+        default=WeightWay.DISK,
+        description="how weights get into a running server: `disk`, `tensors` (same host), or `group` (any host)",
+    )
+    group_backend: str = Field(
+        default="gloo", description="of the group's broadcast; `nccl` where this process has a GPU of its own"
+    )
+    group_address: str = Field(default="127.0.0.1", description="of this host, as the server reaches it")
+    memory_saver: bool = Field(
+        default=False, description="keep the server while it sleeps, without its memory (a GPU); else it is ended"
+    )

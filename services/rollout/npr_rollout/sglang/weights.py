@@ -1,0 +1,287 @@
+"""How a policy's weights get into a running server: three ways.
+
+- `disk`: the server reads the folder itself; both see one file system.
+- `tensors`: this process reads the files, and hands the tensors over in shared memory; both run on one host.
+- `group`: this process reads the files, and broadcasts the tensors through a `torch.distributed` group of its own with
+  the server's workers, which may be on other hosts.
+
+Invariants:
+- The cache is flushed before the first weight changes, and nothing may be in flight.
+- The server bears a policy's stamp only when it has all of its weights: until then the stamp is `PARTIAL`. So one that
+  failed half-way is known by what it says of itself, and is loaded again.
+- A part of a model is in memory at a time, not the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import itertools
+import uuid
+from collections.abc import Awaitable, Iterator
+from datetime import timedelta
+from enum import StrEnum
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as shared
+from safetensors import safe_open
+from torch import Tensor
+
+from npr_common.errors import DataLossError, FailedPreconditionError, NprError, UnavailableError
+from npr_rollout.sglang.client import SglangClient
+from npr_rollout.sglang.transport import Transport
+
+PARTIAL = "partial"
+"""Stamp of a server that has some of a policy's weights."""
+
+_PART_BYTES = 1 << 29
+_GROUP_SECONDS = 600.0
+
+Part = list[tuple[str, Tensor]]
+
+
+class WeightWay(StrEnum):
+    """How weights get into a running server; see the module's docstring."""
+
+    DISK = "disk"
+    TENSORS = "tensors"
+    GROUP = "group"
+
+
+class Weights(Protocol):
+    """Changes a server's weights. Nothing is in flight when it is called."""
+
+    def load(self, folder: Path, stamp: str) -> None:
+        """Serve the weights in a folder.
+
+        Raises:
+            FailedPreconditionError: the server can't serve them.
+            DataLossError: the files can't be read.
+            UnavailableError: the server does not answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what outlives a load."""
+        ...
+
+
+class FromDisk:
+    """The server reads the files."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def load(self, folder: Path, stamp: str) -> None:
+        """See `Weights`."""
+        self._transport.ask(lambda client: client.flush())
+        self._transport.ask(lambda client: client.load(str(folder), stamp))
+
+    def close(self) -> None:
+        """Nothing outlives a load."""
+
+
+class FromTensors:
+    """The tensors are handed over in shared memory, one part after the other."""
+
+    def __init__(self, transport: Transport, workers: int) -> None:
+        """`workers`: how many processes share the model; each opens the same memory."""
+        self._transport = transport
+        self._workers = workers
+
+    def load(self, folder: Path, stamp: str) -> None:
+        """See `Weights`."""
+        self._transport.ask(lambda client: client.flush())
+        for part, is_last in _with_last(read_parts(folder)):
+            handles = [_handles(part) for _ in range(self._workers)]
+            name = stamp if is_last else PARTIAL
+            self._transport.ask(lambda client, h=handles, n=name: client.load_tensors(h, n))
+
+    def close(self) -> None:
+        """Nothing outlives a load."""
+
+
+class FromGroup:
+    """The tensors are broadcast; this process is rank 0, the server's workers are the ranks behind it."""
+
+    def __init__(self, transport: Transport, workers: int, backend: str, address: str) -> None:
+        """
+        Args:
+            workers: how many processes share the model.
+            backend: of `torch.distributed`: `gloo`, or `nccl` where this process has a GPU of its own.
+            address: of this host, as the server reaches it.
+        """
+        self._transport = transport
+        self._workers = workers
+        self._backend = backend
+        self._address = address
+        self._group: _Group | None = None
+
+    def load(self, folder: Path, stamp: str) -> None:
+        """See `Weights`. A group that has failed is given up; the next load makes another one."""
+        self._transport.ask(lambda client: client.flush())
+        try:
+            group = self._group = self._group or self._join()
+            for part, is_last in _with_last(read_parts(folder)):
+                name = stamp if is_last else PARTIAL
+                self._transport.ask(lambda client, p=part, n=name: group.send(client, p, n))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(NprError):  # a server that is gone has left it
+                self._transport.ask(group.dismiss)
+            group.leave()
+
+    def _join(self) -> _Group:
+        return self._transport.ask(lambda client: _Group.join(client, self._workers, self._backend, self._address))
+
+
+class _Group:
+    """A `torch.distributed` group with a server's workers."""
+
+    def __init__(self, name: str, group: Any, device: torch.device) -> None:
+        self._name = name
+        self._group = group
+        self._device = device
+
+    @classmethod
+    async def join(cls, client: SglangClient, workers: int, backend: str, address: str) -> _Group:
+        """Meet the workers at a port that is free."""
+        name = f"npr-{uuid.uuid4().hex[:12]}"
+        store = dist.TCPStore(
+            address, 0, world_size=1 + workers, is_master=True, wait_for_workers=False, timeout=_timeout()
+        )
+        ours = asyncio.to_thread(_new_group, store, name, 1 + workers, backend)
+        theirs = client.join_group(name, address, store.port, 1 + workers, backend)
+        group = await _both(ours, theirs)
+        device = torch.device("cuda" if backend == "nccl" else "cpu")
+        return cls(name, group, device)
+
+    async def send(self, client: SglangClient, part: Part, stamp: str) -> None:
+        """Broadcast some tensors; the server loads them."""
+        await _both(asyncio.to_thread(self._broadcast, part), client.load_from_group(self._name, part, stamp))
+
+    async def dismiss(self, client: SglangClient) -> None:
+        """Have the server leave the group."""
+        await client.leave_group(self._name)
+
+    def leave(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)
+
+    def _broadcast(self, part: Part) -> None:
+        for _, tensor in part:
+            dist.broadcast(tensor.to(self._device).contiguous(), src=0, group=self._group)
+
+
+async def _both(ours: Awaitable[Any], theirs: Awaitable[None]) -> Any:
+    """What came of our half of a collective. An error of the server's half says more than what it does to ours."""
+    one, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
+    await asyncio.wait({one, other}, return_when=asyncio.FIRST_EXCEPTION)
+    if other.done():
+        other.result()
+    try:
+        result = await one
+    except (RuntimeError, dist.DistError) as error:
+        other.cancel()
+        raise UnavailableError(f"The weights can't be broadcast to the SGLang server: {error}") from error
+    await other
+    return result
+
+
+def _new_group(store: Any, name: str, size: int, backend: str) -> Any:
+    """Rank 0 of a group beside any default one, by the same private function as the server's: their keys must agree."""
+    from torch.distributed.distributed_c10d import (  # noqa: PLC0415 - private, and needed here alone
+        Backend,
+        _new_process_group_helper,
+        _world,
+    )
+
+    group, _ = _new_process_group_helper(
+        size, 0, [], Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=_timeout()
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    return group
+
+
+def _timeout() -> timedelta:
+    return timedelta(seconds=_GROUP_SECONDS)
+
+
+def read_parts(folder: Path, part_bytes: int = _PART_BYTES) -> Iterator[Part]:
+    """The tensors of a folder's safetensors files, some at a time: about `part_bytes`, and at least one.
+
+    Raises:
+        FailedPreconditionError: the folder holds no safetensors files.
+        DataLossError: one of them can't be read.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FailedPreconditionError(f"{folder} holds no safetensors files: publish the policy as such.")
+    part: Part = []
+    size = 0
+    for name, tensor in itertools.chain.from_iterable(map(_read, files)):
+        if part and size + tensor.nbytes > part_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                yield name, file.get_tensor(name)
+    except Exception as error:  # whatever the bytes make of the library
+        raise DataLossError(f"{path} can't be read: {error}") from error
+
+
+def _with_last(parts: Iterator[Part]) -> Iterator[tuple[Part, bool]]:
+    """Each part, and whether none follows it."""
+    part = next(parts)
+    for following in parts:
+        yield part, False
+        part = following
+    yield part, True
+
+
+def _handles(part: Part) -> str:
+    """Tensors in shared memory, as a server opens them: pickled names and places of the memory, in base64."""
+    buffer = io.BytesIO()
+    with _named_memory():
+        ForkingPickler(buffer).dump([(name, tensor.share_memory_()) for name, tensor in part])
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+@contextlib.contextmanager
+def _named_memory() -> Iterator[None]:
+    """Memory is shared by name: file descriptors could be handed only to a child that knows this process's key."""
+    before = shared.get_sharing_strategy()
+    shared.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        shared.set_sharing_strategy(before)
+
+
+def make_weights(way: WeightWay, transport: Transport, workers: int, backend: str, address: str) -> Weights:
+    """The way that is asked for; see `FromGroup` for what the arguments mean."""
+    if way is WeightWay.DISK:
+        return FromDisk(transport)
+    if way is WeightWay.TENSORS:
+        return FromTensors(transport, workers)
+    return FromGroup(transport, workers, backend, address)
