@@ -6,7 +6,6 @@ Nothing is asked of an engine but its events, so both are measured alike, the wa
 from __future__ import annotations
 
 import itertools
-import os
 import queue
 import statistics
 import time
@@ -25,16 +24,15 @@ from npr_rollout.engine.scripted import ScriptedSampler
 from npr_rollout.record.outcomes import Outcome, Visibility
 from npr_rollout.record.request import FinishedEvent, Limits, Request
 from npr_rollout.record.script import Script
-from npr_rollout.sglang.client import Ended, Tokens, wait_until_healthy
+from npr_rollout.sglang.client import Ended, Tokens
 from npr_rollout.sglang.engine import SglangEngine
 from npr_rollout.sglang.limits import ServerLimits
-from npr_rollout.sglang.server import SglangServer
-from npr_rollout.sglang.settings import SglangSettings
+from npr_rollout.sglang.server import ServedModel
 from npr_rollout.sglang.transport import Transport
+from npr_rollout.testing.sglang_servers import settings_for, sglang_server
 from npr_rollout.testing.trees import Tree
 
 PAGE_SIZE = 16
-_START_SECONDS = 600.0
 _SLACK = 4  # tokens that a limit leaves, so that no branch meets it
 
 
@@ -128,20 +126,11 @@ class SglangBackend:
 
 @contextmanager
 def sglang_backend(python: Path, subject: Subject, dtype: str, pool_tokens: int, threads: int) -> Iterator[Backend]:
-    """A server on the CPU, unless the environment (`NPR_SGLANG_...`) says otherwise."""
-    cpu = {} if "NPR_SGLANG_DEVICE" in os.environ else {"device": "cpu", "attention_backend": "torch_native"}
-    settings = SglangSettings(
-        python=str(python), pool_tokens=pool_tokens, input_tokens=pool_tokens, threads=threads, **cpu
-    )
-    server = SglangServer(subject.folder, subject.config.max_position_embeddings, dtype, settings)
-    transport = Transport(server.url)
-    try:
-        transport.ask(lambda client: wait_until_healthy(client, lambda: server.is_alive, _START_SECONDS))
+    """A server with a model, and engines on it."""
+    model = ServedModel(subject.folder, subject.config.max_position_embeddings, dtype)
+    with sglang_server(model, settings_for(str(python), pool_tokens, threads=threads)) as transport:
         told = transport.ask(lambda client: client.info())
         yield SglangBackend(subject, transport, str(told["version"]), told)
-    finally:
-        transport.close()
-        server.end()
 
 
 @dataclass

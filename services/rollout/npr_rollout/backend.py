@@ -75,6 +75,10 @@ class EngineBackend(Protocol):
         """
         ...
 
+    async def sleep(self) -> None:
+        """Give back memory that outlives the engines; none is there any more. The next `prepare` and build wake it."""
+        ...
+
     async def close(self) -> None:
         """Give back whatever outlives the engines."""
         ...

@@ -88,8 +88,10 @@ class EngineThread:
         """Raises FailedPreconditionError while another swap is under way or an old engine still finishes."""
         await self.between_steps(self._engines.check_can_swap)
 
-    async def replace(self, build: Build, in_flight: InFlight = InFlight.DRAIN) -> Swapped:
-        """Serve what `build` makes, which is called in the thread. Cancelling the call before that leaves all as it is.
+    async def replace(self, build: Build | None, in_flight: InFlight = InFlight.DRAIN) -> Swapped:
+        """Serve what `build` makes, which is called in the thread; with None, nothing: then no engine is in memory.
+
+        Cancelling the call before that leaves all as it is.
 
         Raises:
             FailedPreconditionError: another swap is under way, or the engine can't be made; what was served still is.

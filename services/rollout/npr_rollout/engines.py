@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 PROGRESS_STEPS = 32
 """An engine that was made again after a fault has to decode so many steps to be worth it once more."""
 
+_ASLEEP = "The engine sleeps, and has given back its memory; serve a policy (ServePolicy) to wake it."
 _NOTHING_SERVED = "No policy is served: name one with `npr serve-policy RUN`, or submit a job that names one."
 
 
@@ -179,6 +180,10 @@ class Engines:
 
     def _exchange(self, swap: Swap) -> NprError | None:
         """Put the next engine in the place of the current one; what went wrong, if so: then nothing has changed."""
+        if swap.build is None:
+            self._retire_current()
+            self._obstacle = UnavailableError(_ASLEEP)
+            return None
         if swap.in_flight is InFlight.FINISH_ON_OLD and self._current is not None and not self._current.idle:
             current = self._current
             failure = self._start(swap.build)

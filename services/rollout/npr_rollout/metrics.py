@@ -49,6 +49,10 @@ def observe_engine(engine: EngineThread) -> None:
         instruments.create_observable_counter(name, [callback(_single(count))])
     for name, value in _GAUGES.items():
         instruments.create_observable_gauge(name, [callback(_single(value))])
+    instruments.create_observable_gauge(
+        names.METRIC_ENGINE_SERVER,
+        [callback(lambda s: [Observation(value, {"name": name}) for name, value in s.server.items()])],
+    )
     instruments.create_observable_counter(names.METRIC_ENGINE_SECONDS, [callback(_seconds)], unit="s")
     instruments.create_observable_counter(names.METRIC_ENGINE_RECOVERIES, [lambda _: [Observation(engine.recoveries)]])
     instruments.create_observable_counter(

@@ -6,16 +6,19 @@ Invariants:
 - One swap at a time, from loading to the end. A second call for the same policy waits for the first; a call for another
   one is refused.
 - Cancelling a call leaves what is served as it is, unless the exchange of the engines has begun.
+- While the engine sleeps, only who means to wake it does: work for a policy waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from npr.types.v1 import policy_pb2
-from npr_common.errors import FailedPreconditionError
+from npr_common.errors import FailedPreconditionError, UnavailableError
 from npr_common.telemetry import meter, names
 from npr_rollout.backend import EngineBackend
 from npr_rollout.engine_thread import EngineThread
@@ -26,9 +29,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _UnderWay:
-    """The swap to a policy, from loading it to serving it."""
+    """The swap to a policy, from loading it to serving it; to none, where the engine goes to sleep."""
 
-    ref: policy_pb2.PolicyRef
+    ref: policy_pb2.PolicyRef | None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -39,33 +42,86 @@ class PolicySwitch:
         self._engine = engine
         self._backend = backend
         self._under_way: _UnderWay | None = None
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._swaps = meter().create_counter(names.METRIC_ENGINE_SWAPS)
 
-    async def settled(self) -> None:
-        """Returns when no swap is under way."""
-        while self._under_way is not None:
-            await self._under_way.ended.wait()
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine has given back its memory."""
+        return not self._awake.is_set()
 
-    async def serve(self, ref: policy_pb2.PolicyRef, in_flight: InFlight = InFlight.DRAIN) -> Swapped:
-        """Serve a policy; returns when it is served. At once, if it is already.
+    async def settled(self) -> None:
+        """Returns when no swap is under way, and the engine is awake."""
+        while self._under_way is not None or self.asleep:
+            await (self._under_way.ended if self._under_way is not None else self._awake).wait()
+
+    async def sleep(self, in_flight: InFlight = InFlight.DRAIN) -> int:
+        """Give back the memory, and take no work until `serve` wakes the engine; how many requests were aborted.
 
         Raises:
+            FailedPreconditionError: a policy is being loaded, or the requests in flight are to be finished on it.
+        """
+        if in_flight is InFlight.FINISH_ON_OLD:
+            raise FailedPreconditionError(
+                "What is in flight needs the memory: finish it first (DRAIN), or end it (ABORT)."
+            )
+        if self._under_way is not None:
+            await self._wait_for(self._under_way, None)
+        if self.asleep:
+            return 0
+        async with self._alone(None):
+            self._awake.clear()
+            try:
+                swapped = await self._engine.replace(None, in_flight)
+                await self._backend.sleep()
+            except BaseException:
+                self._awake.set()
+                raise
+        log.info("the engine sleeps, %d requests aborted", swapped.aborted)
+        return swapped.aborted
+
+    async def serve(
+        self, ref: policy_pb2.PolicyRef, in_flight: InFlight = InFlight.DRAIN, *, wake: bool = False
+    ) -> Swapped:
+        """Serve a policy; returns when it is served. At once, if it is already.
+
+        Args:
+            wake: whether the engine is to be woken for it.
+
+        Raises:
+            UnavailableError: the engine sleeps.
             NotFoundError: the policy is not in the store.
             DataLossError: its files are not what they were, or its canary forward is not what it shall be.
             FailedPreconditionError: the engine can't serve it, or another swap is under way.
         """
-        while (under_way := self._under_way) is not None:
-            if under_way.ref.digest != ref.digest:
-                raise FailedPreconditionError(
-                    f"Policy {_name(under_way.ref)} is being loaded; wait for it.", reason="SWAP_UNDER_WAY"
-                )
-            await under_way.ended.wait()
+        while self._under_way is not None:
+            await self._wait_for(self._under_way, ref)
+        if self.asleep and not wake:
+            raise UnavailableError("The engine sleeps; ServePolicy wakes it.")
         served = self._engine.policy
         if served is not None and served.digest == ref.digest:
             return Swapped(served, 0)
+        async with self._alone(ref):
+            swapped = await self._swap(ref, in_flight)
+            self._awake.set()
+            return swapped
+
+    @staticmethod
+    async def _wait_for(under_way: _UnderWay, ref: policy_pb2.PolicyRef | None) -> None:
+        """Wait for a swap that does what is wanted too."""
+        if _digest(under_way.ref) != _digest(ref):
+            doing = (
+                f"Policy {_name(under_way.ref)} is being loaded" if under_way.ref is not None else "It goes to sleep"
+            )
+            raise FailedPreconditionError(f"{doing}; wait for it.", reason="SWAP_UNDER_WAY")
+        await under_way.ended.wait()
+
+    @asynccontextmanager
+    async def _alone(self, ref: policy_pb2.PolicyRef | None) -> AsyncIterator[None]:
         self._under_way = under_way = _UnderWay(ref)
         try:
-            return await self._swap(ref, in_flight)
+            yield
         finally:
             self._under_way = None
             under_way.ended.set()
@@ -82,6 +138,10 @@ class PolicySwitch:
         self._swaps.add(1, {"in_flight": in_flight.name.lower()})
         log.info("serving %s (%s), %d requests aborted", _name(ref), ref.digest[:12], swapped.aborted)
         return swapped
+
+
+def _digest(ref: policy_pb2.PolicyRef | None) -> str:
+    return ref.digest if ref is not None else ""
 
 
 def _name(ref: policy_pb2.PolicyRef) -> str:

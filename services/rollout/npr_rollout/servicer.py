@@ -117,14 +117,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             kv_tokens_read=status.kv_tokens_read,
             kv_tokens_attended=status.kv_tokens_attended,
             joins_by_text=status.joins_by_text,
+            asleep=self._switch.asleep,
+            server=status.server,
         )
 
     async def ServePolicy(
         self, request: rollout_pb2.ServePolicyRequest, context: Context
     ) -> rollout_pb2.ServePolicyResponse:
         check_policy_ref(request.policy)
-        swapped = await self._switch.serve(request.policy, _in_flight(request.in_flight))
+        swapped = await self._switch.serve(request.policy, _in_flight(request.in_flight), wake=True)
         return rollout_pb2.ServePolicyResponse(previous=swapped.previous, aborted=swapped.aborted)
+
+    async def Sleep(self, request: rollout_pb2.SleepRequest, context: Context) -> rollout_pb2.SleepResponse:
+        return rollout_pb2.SleepResponse(aborted=await self._switch.sleep(_in_flight(request.in_flight)))
 
 
 def _in_flight(value: int) -> InFlight:

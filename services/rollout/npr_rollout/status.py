@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 from npr_rollout.record.outcomes import MalformedReason
 
@@ -32,6 +33,7 @@ class EngineStatus:
             `forward_seconds` and `sampling_seconds`.
         kv_tokens_read: tokens whose keys and values attention has read, shared segments once a step.
         kv_tokens_attended: the same, had each row read its whole prefix by itself.
+        server: what a server behind the engine says of itself, by name.
         joins_by_text: whether joins are made by feeding all branches again as plain text, for want of native ones.
     """
 
@@ -53,11 +55,13 @@ class EngineStatus:
     kv_tokens_read: int
     kv_tokens_attended: int
     joins_by_text: bool = False
+    server: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def zero(cls) -> EngineStatus:
         """An engine that was never there."""
-        return cls(**{field.name: 0 for field in fields(cls)} | {"fork_refusals": {}, "joins_by_text": False})  # type: ignore[arg-type]
+        counts = {each.name: 0 for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
+        return cls(**counts | {"fork_refusals": {}})  # type: ignore[arg-type]
 
     def plus(self, later: EngineStatus) -> EngineStatus:
         """The state of `later`, with the counts of both."""

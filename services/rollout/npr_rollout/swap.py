@@ -36,8 +36,13 @@ class Swapped:
 
 @dataclass(frozen=True, eq=False)
 class Swap:
-    """A swap under way. `build` makes what shall be served; `done` can be cancelled until it is called."""
+    """A swap under way.
 
-    build: Build
+    Attributes:
+        build: makes what shall be served; None where nothing shall be, until the next swap.
+        done: can be cancelled until `build` is called.
+    """
+
+    build: Build | None
     in_flight: InFlight
     done: Future[Swapped]

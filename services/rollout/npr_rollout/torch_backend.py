@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from npr.types.v1 import policy_pb2
 from npr_common.errors import FailedPreconditionError, NprError
 from npr_common.threads import in_own_thread
@@ -42,6 +44,11 @@ class TorchBackend:
             raise FailedPreconditionError(message) from error
         await between_steps(check.run)
         return partial(_serving, policy, config)
+
+    async def sleep(self) -> None:
+        """See `EngineBackend`: the engine's memory went with it, but for what the allocator keeps."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     async def close(self) -> None:
         """Nothing outlives an engine."""

@@ -19,7 +19,7 @@ from npr_common.policy_store import PolicyMetadata, PolicyStore
 from npr_common.testing.processes import ServiceProcess, service_process
 from npr_common.testing.valkey import valkey_server
 from npr_rollout.sglang.transport import Transport
-from npr_rollout.testing.conformance import sglang_server
+from npr_rollout.testing.conformance import model_server
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 torch.set_num_threads(1)  # tests share their cores
@@ -100,5 +100,5 @@ def server() -> Iterator[Transport]:
     python = os.environ.get("NPR_SGLANG_PYTHON")
     if python is None:
         pytest.skip("NPR_SGLANG_PYTHON names no Python with SGLang")
-    with sglang_server(python) as transport:
+    with model_server(python) as transport:
         yield transport

@@ -30,7 +30,7 @@ from npr_rollout.settings import RolloutSettings
 from npr_rollout.sglang.client import wait_until_healthy
 from npr_rollout.sglang.engine import SglangEngine
 from npr_rollout.sglang.limits import ServerLimits
-from npr_rollout.sglang.server import RemoteServer, Server, SglangServer
+from npr_rollout.sglang.server import RemoteServer, ServedModel, Server, SglangServer
 from npr_rollout.sglang.settings import SglangSettings
 from npr_rollout.sglang.transport import Transport
 from npr_rollout.sglang.weights import make_weights
@@ -152,11 +152,8 @@ class _Running:
         self._settings = settings
         self._asleep = False
         dtype = str(_dtype(settings.dtype, model)).removeprefix("torch.")
-        self._server: Server
-        if settings.url:
-            self._server = RemoteServer(settings.url)
-        else:
-            self._server = SglangServer(policy.folder, model.context, dtype, settings, _stamp(policy))
+        served = ServedModel(policy.folder, model.context, dtype, _stamp(policy))
+        self._server: Server = RemoteServer(settings.url) if settings.url else SglangServer(served, settings)
         self.transport = Transport(self._server.url)
         self._weights = make_weights(
             settings.weights, self.transport, settings.tensor_parallel, settings.group_backend, settings.group_address

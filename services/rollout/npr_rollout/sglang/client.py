@@ -20,7 +20,7 @@ from torch import Tensor
 from npr_common.errors import FailedPreconditionError, UnavailableError
 from npr_rollout.record.request import SamplingParams
 from npr_rollout.record.trajectory import Drawn
-from npr_sglang.contract import EVICTED, INVALID, KEY, NO_ROOM, STATE_KEY, Params
+from npr_sglang.contract import EVICTED, INVALID, KEY, NO_ROOM, Params
 
 _RAW = "npr_raw_log_probs"
 _ALL_TOKENS = -1  # what the server takes for no top_k
@@ -174,10 +174,9 @@ class SglangClient:
             return False
 
     async def info(self) -> Mapping[str, Any]:
-        """What the server says of itself; with the plug-in, its counters under `npr`."""
+        """What the server says of itself: its settings, and the state of its (first) scheduler."""
         told = await self._get("/server_info")
-        states = told.get("internal_states") or [{}]
-        return {**told, STATE_KEY: states[0].get(STATE_KEY)}
+        return {**told, **(told.get("internal_states") or [{}])[0]}
 
     async def log_probs(self, tokens: Sequence[int], wanted: Sequence[int]) -> list[float]:
         """Log-probabilities under the model's own softmax of the ids `wanted`, after the input `tokens`."""

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import time
 import uuid
@@ -44,6 +45,7 @@ from npr_sglang.contract import STATE_KEY
 _PATIENCE = 2  # evictions of a trajectory's context, after which it gets the server to itself
 _STEP_SECONDS = 0.01
 _INFO_SECONDS = 30.0
+_TOLD_SECONDS = 0.2  # the instruments of one collection, a status and its audit ask once
 
 
 class _SaidCount:
@@ -97,7 +99,8 @@ class SglangEngine:
         self._expectations = Expectations(limits)
         self._alone: Journey | None = None
         self._counts: Counter[str] = Counter()
-        self._last_told: dict[str, int] = {}
+        self._last_told: Mapping[str, float] = {}
+        self._told_at = -math.inf
 
     # --- what callers use ---
 
@@ -144,8 +147,8 @@ class SglangEngine:
             running=len(self._journeys),
             waiting=len(self._waiting),
             pages_total=self.limits.pool_tokens,
-            pages_used=told.get("held_tokens", 0),
-            pages_cached=told.get("cached_tokens", 0),
+            pages_used=int(told.get("held_tokens", 0)),
+            pages_cached=int(told.get("cached_tokens", 0)),
             steps=self._counts["steps"],
             tokens=self._counts["tokens"],
             forks=self._growth.forks,
@@ -154,23 +157,21 @@ class SglangEngine:
             evictions=self._counts["evictions"],
             fork_refusals=dict(self._growth.refusals),
             joins_by_text=not self.limits.native,
+            server=told,
         )
 
     def audit(self) -> tuple[str, ...]:
         """What the server holds though nothing runs, each a sentence; nothing can be said while something does."""
         told = self._told()
-        if self._live or not told or told["running"] or told["waiting"]:
+        if self._live or "pins" not in told or told["running"] or told["waiting"]:
             return ()
         lost = told["pool_tokens"] - told["free_tokens"] - told["cached_tokens"]
-        return tuple(
-            problem
-            for problem, count in (
-                (f"The server holds {told['pins']} contexts though nothing runs.", told["pins"]),
-                (f"The server holds {told['held_tokens']} cached tokens though nothing runs.", told["held_tokens"]),
-                (f"The server has lost {lost} slots of its pool.", lost),
-            )
-            if count
-        )
+        problems = {
+            "holds {} contexts though nothing runs": told["pins"],
+            "holds {} cached tokens though nothing runs": told["held_tokens"],
+            "has lost {} slots of its pool": lost,
+        }
+        return tuple(f"The server {text.format(int(count))}." for text, count in problems.items() if count)
 
     # --- one step ---
 
@@ -247,10 +248,12 @@ class SglangEngine:
             if self._alone is journey:
                 self._alone = None
 
-    def _told(self) -> dict[str, int]:
+    def _told(self) -> Mapping[str, float]:
         """The server's own counters, or what it said last: that it is gone is for a step to tell."""
-        with contextlib.suppress(UnavailableError, TimeoutError):
-            self._last_told = self._transport.ask(_counters, _INFO_SECONDS)
+        if time.monotonic() - self._told_at > _TOLD_SECONDS:
+            with contextlib.suppress(UnavailableError, TimeoutError):
+                self._last_told = self._transport.ask(_counters, _INFO_SECONDS)
+            self._told_at = time.monotonic()
         return self._last_told
 
 
@@ -270,8 +273,10 @@ class _Release:
             self._transport.abort(f"{journey.name}.")
 
 
-async def _counters(client: SglangClient) -> dict[str, int]:
-    return dict((await client.info()).get(STATE_KEY) or {})
+async def _counters(client: SglangClient) -> dict[str, float]:
+    """The plug-in's counters, and how many tokens/s the server has decoded lately."""
+    told = await client.info()
+    return {**told.get(STATE_KEY, {}), "tokens_per_second": float(told.get("last_gen_throughput", 0.0))}
 
 
 def _stop_ids(validator: ForkValidator | None, eos: frozenset[int]) -> StopIds:

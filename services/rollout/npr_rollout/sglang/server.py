@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -56,6 +57,23 @@ class RemoteServer:
         """It goes on."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server is started with.
+
+    Attributes:
+        folder: a policy's files.
+        context: RoPE positions that the model knows.
+        dtype: type of the weights. It is always said: SGLang's own choice for float32 would be float16.
+        stamp: what the server says of its weights, until others are loaded.
+    """
+
+    folder: Path
+    context: int
+    dtype: str
+    stamp: str = ""
+
+
 class SglangServer:
     """A server with one policy's weights; see the module's docstring.
 
@@ -63,18 +81,8 @@ class SglangServer:
         url: where it answers, once it does.
     """
 
-    def __init__(self, folder: Path, context: int, dtype: str, settings: SglangSettings, stamp: str = "") -> None:
-        """Start it; it takes a while until it answers.
-
-        Args:
-            folder: a policy's files.
-            context: RoPE positions that the model knows.
-            dtype: type of the weights. It is always said: SGLang's own choice for float32 would be float16.
-            stamp: what it says of its weights, until others are loaded.
-
-        Raises:
-            FailedPreconditionError: there is no such Python.
-        """
+    def __init__(self, model: ServedModel, settings: SglangSettings) -> None:
+        """Start it; it takes a while until it answers. Raises FailedPreconditionError when there is no such Python."""
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [
@@ -83,7 +91,7 @@ class SglangServer:
             "npr_sglang",
             ENDS_WITH_STDIN,
             *([] if settings.plugin else [WITHOUT_PLUGIN]),
-            *_arguments(folder, port, context, dtype, settings, stamp),
+            *_arguments(model, port, settings),
         ]
         log.info("starting SGLang: %s", " ".join(command))
         try:
@@ -110,20 +118,20 @@ class SglangServer:
         self._process.stdin.close()
 
 
-def _arguments(folder: Path, port: int, context: int, dtype: str, settings: SglangSettings, stamp: str) -> list[str]:
+def _arguments(model: ServedModel, port: int, settings: SglangSettings) -> list[str]:
     arguments = {
-        "--model-path": folder,
+        "--model-path": model.folder,
         "--host": "127.0.0.1",
         "--port": port,
         "--device": settings.device,
-        "--dtype": dtype,
+        "--dtype": model.dtype,
         "--tp-size": settings.tensor_parallel,
         "--stream-interval": settings.stream_interval,
-        "--context-length": settings.input_tokens or (2 * context if settings.plugin else context),
+        "--context-length": settings.input_tokens or (2 * model.context if settings.plugin else model.context),
         "--attention-backend": settings.attention_backend,
         "--mem-fraction-static": settings.memory_fraction or "",
         "--max-total-tokens": settings.pool_tokens or "",
-        "--weight-version": stamp,
+        "--weight-version": model.stamp,
         "--log-level": "warning",
     }
     switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]

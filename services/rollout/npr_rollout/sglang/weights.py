@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Awaitable, Iterator
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as shared
 from safetensors import safe_open
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from npr_common.errors import DataLossError, FailedPreconditionError, NprError, UnavailableError
 from npr_rollout.sglang.client import SglangClient
@@ -100,8 +102,10 @@ class FromTensors:
         self._transport.ask(lambda client: client.flush())
         for part, is_last in _with_last(read_parts(folder)):
             handles = [_handles(part) for _ in range(self._workers)]
-            name = stamp if is_last else PARTIAL
-            self._transport.ask(lambda client, h=handles, n=name: client.load_tensors(h, n))
+            version = stamp if is_last else PARTIAL
+            self._transport.ask(
+                partial(SglangClient.load_tensors, handles=handles, version=version)
+            )
 
     def close(self) -> None:
         """Nothing outlives a load."""
@@ -129,8 +133,7 @@ class FromGroup:
         try:
             group = self._group = self._group or self._join()
             for part, is_last in _with_last(read_parts(folder)):
-                name = stamp if is_last else PARTIAL
-                self._transport.ask(lambda client, p=part, n=name: group.send(client, p, n))
+                self._transport.ask(partial(group.send, part=part, stamp=stamp if is_last else PARTIAL))
         except BaseException:
             self.close()
             raise
@@ -159,9 +162,7 @@ class _Group:
     async def join(cls, client: SglangClient, workers: int, backend: str, address: str) -> _Group:
         """Meet the workers at a port that is free."""
         name = f"npr-{uuid.uuid4().hex[:12]}"
-        store = dist.TCPStore(
-            address, 0, world_size=1 + workers, is_master=True, wait_for_workers=False, timeout=_timeout()
-        )
+        store = TCPStore(address, 0, world_size=1 + workers, is_master=True, wait_for_workers=False, timeout=_timeout())
         ours = asyncio.to_thread(_new_group, store, name, 1 + workers, backend)
         theirs = client.join_group(name, address, store.port, 1 + workers, backend)
         group = await _both(ours, theirs)
@@ -204,12 +205,13 @@ def _new_group(store: Any, name: str, size: int, backend: str) -> Any:
     """Rank 0 of a group beside any default one, by the same private function as the server's: their keys must agree."""
     from torch.distributed.distributed_c10d import (  # noqa: PLC0415 - private, and needed here alone
         Backend,
+        GroupName,
         _new_process_group_helper,
         _world,
     )
 
     group, _ = _new_process_group_helper(
-        size, 0, [], Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=_timeout()
+        size, 0, [], Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=_timeout()
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
@@ -263,19 +265,19 @@ def _handles(part: Part) -> str:
     """Tensors in shared memory, as a server opens them: pickled names and places of the memory, in base64."""
     buffer = io.BytesIO()
     with _named_memory():
-        ForkingPickler(buffer).dump([(name, tensor.share_memory_()) for name, tensor in part])
+        ForkingPickler(buffer).dump([(name, tensor.share_memory_()) for name, tensor in part])  # type: ignore[no-untyped-call]
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 @contextlib.contextmanager
 def _named_memory() -> Iterator[None]:
     """Memory is shared by name: file descriptors could be handed only to a child that knows this process's key."""
-    before = shared.get_sharing_strategy()
-    shared.set_sharing_strategy("file_system")
+    before = shared.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    shared.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        shared.set_sharing_strategy(before)
+        shared.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
 
 
 def make_weights(way: WeightWay, transport: Transport, workers: int, backend: str, address: str) -> Weights:

@@ -30,13 +30,12 @@ from npr_rollout.engine.sampling import RandomSampler, Samples
 from npr_rollout.record.request import FinishedEvent, Request, Result, SamplingParams
 from npr_rollout.record.script import Script
 from npr_rollout.record.trajectory import Span
-from npr_rollout.sglang.client import wait_until_healthy
 from npr_rollout.sglang.engine import SglangEngine
 from npr_rollout.sglang.limits import ServerLimits
-from npr_rollout.sglang.server import SglangServer
-from npr_rollout.sglang.settings import SglangSettings
+from npr_rollout.sglang.server import ServedModel
 from npr_rollout.sglang.transport import Transport
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
+from npr_rollout.testing.sglang_servers import settings_for, sglang_server
 from npr_rollout.testing.trees import Tree, TreeMaker
 
 TOKENIZER = add_tag_tokens(tagged_tokenizer(), load_dialect("multiverse"))
@@ -50,7 +49,6 @@ TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[DTYPE]
 """How far a log-probability may be off the reference, in nats."""
 POOL_TOKENS = 3072
 SECONDS = 120.0
-START_SECONDS = 240.0
 GREEDY = SamplingParams(temperature=0.0, raw_log_probs=True)
 
 Scripts = Mapping[str, Script]
@@ -83,23 +81,14 @@ class FollowingSampler:
 
 
 @contextmanager
-def sglang_server(python: str) -> Iterator[Transport]:
-    """A server with MODEL, on a CPU unless the environment (`NPR_SGLANG_...`) says otherwise."""
-    cpu = {} if "NPR_SGLANG_DEVICE" in os.environ else {"device": "cpu", "attention_backend": "torch_native"}
-    settings = SglangSettings(
-        python=python, pool_tokens=POOL_TOKENS, input_tokens=POOL_TOKENS, stream_interval=4, **cpu
-    )
+def model_server(python: str) -> Iterator[Transport]:
+    """A server with MODEL; `python` is the one that has SGLang."""
     with tempfile.TemporaryDirectory() as folder:
         copy.deepcopy(MODEL).save_pretrained(folder)
         TOKENIZER.save_pretrained(folder)
-        process = SglangServer(Path(folder), MODEL.config.max_position_embeddings, DTYPE, settings)
-        transport = Transport(process.url)
-        try:
-            transport.ask(lambda client: wait_until_healthy(client, lambda: process.is_alive, START_SECONDS))
+        model = ServedModel(Path(folder), MODEL.config.max_position_embeddings, DTYPE)
+        with sglang_server(model, settings_for(python, POOL_TOKENS, stream_interval=4)) as transport:
             yield transport
-        finally:
-            transport.close()
-            process.end()
 
 
 def in_process(config: EngineConfig) -> Make:
@@ -165,7 +154,8 @@ def reference(token_ids: Sequence[int], shape: Topology) -> torch.Tensor:
             attention_mask=mask,
             use_cache=False,
         )
-    return output.logits[0].log_softmax(dim=-1)
+    log_probs: torch.Tensor = output.logits[0].log_softmax(dim=-1)
+    return log_probs
 
 
 @functools.cache

@@ -142,6 +142,54 @@ class ServePolicyResponse(_message.Message):
 Global___ServePolicyResponse: _TypeAlias = ServePolicyResponse  # noqa: Y015
 
 @_typing.final
+class SleepRequest(_message.Message):
+    """Asks for the memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Names the call in logs."""
+    in_flight: Global___InFlight.ValueType
+    """What becomes of what is being decoded: DRAIN or ABORT."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        in_flight: Global___InFlight.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    """The engine sleeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ABORTED_FIELD_NUMBER: _builtins.int
+    aborted: _builtins.int
+    """Requests that this ended."""
+    def __init__(
+        self,
+        *,
+        aborted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """Asks for one trajectory."""
 
@@ -685,6 +733,26 @@ class GetEngineStatusResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ServerEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     POLICY_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
@@ -706,6 +774,8 @@ class GetEngineStatusResponse(_message.Message):
     KV_TOKENS_READ_FIELD_NUMBER: _builtins.int
     KV_TOKENS_ATTENDED_FIELD_NUMBER: _builtins.int
     JOINS_BY_TEXT_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Trajectories being decoded."""
     waiting: _builtins.int
@@ -742,6 +812,8 @@ class GetEngineStatusResponse(_message.Message):
     """The same, had every row read its whole prefix by itself."""
     joins_by_text: _builtins.bool
     """True where joins are made by feeding all branches again as plain text; see `Trajectory.textual_joins`."""
+    asleep: _builtins.bool
+    """True between `Sleep` and the next `ServePolicy`."""
     @_builtins.property
     def policy(self) -> _policy_pb2.PolicyRef:
         """What it serves; unset while nothing is loaded."""
@@ -753,6 +825,10 @@ class GetEngineStatusResponse(_message.Message):
     @_builtins.property
     def audit_problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Each a sentence; empty when the audit is clean or was not asked for."""
+
+    @_builtins.property
+    def server(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What a server behind the engine says of itself, by name: counts of contexts that were joined, evicted, held..."""
 
     def __init__(
         self,
@@ -778,10 +854,12 @@ class GetEngineStatusResponse(_message.Message):
         kv_tokens_read: _builtins.int = ...,
         kv_tokens_attended: _builtins.int = ...,
         joins_by_text: _builtins.bool = ...,
+        asleep: _builtins.bool = ...,
+        server: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit_problems", b"audit_problems", "evictions", b"evictions", "fork_refusals", b"fork_refusals", "forks", b"forks", "forward_seconds", b"forward_seconds", "joins", b"joins", "joins_by_text", b"joins_by_text", "kv_tokens_attended", b"kv_tokens_attended", "kv_tokens_read", b"kv_tokens_read", "pages_cached", b"pages_cached", "pages_total", b"pages_total", "pages_used", b"pages_used", "policy", b"policy", "preemptions", b"preemptions", "running", b"running", "sampling_seconds", b"sampling_seconds", "scheduling_seconds", b"scheduling_seconds", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "audit_problems", b"audit_problems", "evictions", b"evictions", "fork_refusals", b"fork_refusals", "forks", b"forks", "forward_seconds", b"forward_seconds", "joins", b"joins", "joins_by_text", b"joins_by_text", "kv_tokens_attended", b"kv_tokens_attended", "kv_tokens_read", b"kv_tokens_read", "pages_cached", b"pages_cached", "pages_total", b"pages_total", "pages_used", b"pages_used", "policy", b"policy", "preemptions", b"preemptions", "running", b"running", "sampling_seconds", b"sampling_seconds", "scheduling_seconds", b"scheduling_seconds", "server", b"server", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

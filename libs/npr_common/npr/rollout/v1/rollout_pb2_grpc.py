@@ -75,6 +75,11 @@ class RolloutServiceStub:
                 request_serializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyRequest.SerializeToString,
                 response_deserializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/npr.rollout.v1.RolloutService/Sleep',
+                request_serializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer:
@@ -143,6 +148,15 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Gives back the memory of weights, keys and values, for training on the same GPU, and answers once it has. The worker
+        takes no work and Generate is UNAVAILABLE until `ServePolicy` wakes it, with any policy. Idempotent.
+        FAILED_PRECONDITION while another policy is being loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -185,6 +199,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ServePolicy,
                     request_deserializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyRequest.FromString,
                     response_serializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.FromString,
+                    response_serializer=npr_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -404,6 +423,33 @@ class RolloutService:
             '/npr.rollout.v1.RolloutService/ServePolicy',
             npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyRequest.SerializeToString,
             npr_dot_rollout_dot_v1_dot_rollout__pb2.ServePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npr.rollout.v1.RolloutService/Sleep',
+            npr_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+            npr_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,11 @@ class RolloutServiceStub:
     checked by then. Idempotent by the policy's digest. NOT_FOUND for a policy that is not in the store, DATA_LOSS when
     its files are not what was published, FAILED_PRECONDITION when the engine can't serve it or another swap is under way.
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
+    """Gives back the memory of weights, keys and values, for training on the same GPU, and answers once it has. The worker
+    takes no work and Generate is UNAVAILABLE until `ServePolicy` wakes it, with any policy. Idempotent.
+    FAILED_PRECONDITION while another policy is being loaded.
+    """
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -88,6 +93,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Serves another policy from now on, and answers once it does: its files' hashes and a canary forward have been
     checked by then. Idempotent by the policy's digest. NOT_FOUND for a policy that is not in the store, DATA_LOSS when
     its files are not what was published, FAILED_PRECONDITION when the engine can't serve it or another swap is under way.
+    """
+    Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]  # type: ignore[assignment]
+    """Gives back the memory of weights, keys and values, for training on the same GPU, and answers once it has. The worker
+    takes no work and Generate is UNAVAILABLE until `ServePolicy` wakes it, with any policy. Idempotent.
+    FAILED_PRECONDITION while another policy is being loaded.
     """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -164,6 +174,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """Serves another policy from now on, and answers once it does: its files' hashes and a canary forward have been
         checked by then. Idempotent by the policy's digest. NOT_FOUND for a policy that is not in the store, DATA_LOSS when
         its files are not what was published, FAILED_PRECONDITION when the engine can't serve it or another swap is under way.
+        """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _rollout_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.SleepResponse, _abc.Awaitable[_rollout_pb2.SleepResponse]]:
+        """Gives back the memory of weights, keys and values, for training on the same GPU, and answers once it has. The worker
+        takes no work and Generate is UNAVAILABLE until `ServePolicy` wakes it, with any policy. Idempotent.
+        FAILED_PRECONDITION while another policy is being loaded.
         """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,39 @@
+"""SGLang servers for tests and benchmarks: on a CPU, unless the environment (`NPR_SGLANG_...`) names a device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from npr_rollout.sglang.client import wait_until_healthy
+from npr_rollout.sglang.server import ServedModel, SglangServer
+from npr_rollout.sglang.settings import SglangSettings
+from npr_rollout.sglang.transport import Transport
+
+
+def settings_for(python: str, pool_tokens: int, *, stream_interval: int = 8, threads: int = 1) -> SglangSettings:
+    """Settings of a server with a pool of so many tokens; `python` is the one that has SGLang."""
+    asked = SglangSettings(
+        python=python,
+        pool_tokens=pool_tokens,
+        input_tokens=pool_tokens,
+        stream_interval=stream_interval,
+        threads=threads,
+    )
+    if "NPR_SGLANG_DEVICE" in os.environ:
+        return asked
+    return asked.model_copy(update={"device": "cpu", "attention_backend": "torch_native"})
+
+
+@contextmanager
+def sglang_server(model: ServedModel, settings: SglangSettings) -> Iterator[Transport]:
+    """The wire to a server that answers; it ends with the block."""
+    process = SglangServer(model, settings)
+    transport = Transport(process.url)
+    try:
+        transport.ask(lambda client: wait_until_healthy(client, lambda: process.is_alive, settings.start_seconds))
+        yield transport
+    finally:
+        transport.close()
+        process.end()
