@@ -65,6 +65,11 @@ class EngineBackend(Protocol):
 
     can_serve_two: bool
 
+    @property
+    def can_sleep(self) -> bool:
+        """Whether `sleep` can give back the memory."""
+        ...
+
     async def prepare(self, ref: policy_pb2.PolicyRef, between_steps: BetweenSteps) -> Build:
         """Fetch and check a policy; what it returns serves it.
 

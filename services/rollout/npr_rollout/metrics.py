@@ -53,6 +53,7 @@ def observe_engine(engine: EngineThread) -> None:
         names.METRIC_ENGINE_SERVER,
         [callback(lambda s: [Observation(value, {"name": name}) for name, value in s.server.items()])],
     )
+    instruments.create_observable_counter(names.METRIC_ENGINE_INPUT_TOKENS, [callback(_input_tokens)])
     instruments.create_observable_counter(names.METRIC_ENGINE_SECONDS, [callback(_seconds)], unit="s")
     instruments.create_observable_counter(names.METRIC_ENGINE_RECOVERIES, [lambda _: [Observation(engine.recoveries)]])
     instruments.create_observable_counter(
@@ -63,6 +64,17 @@ def observe_engine(engine: EngineThread) -> None:
 
 def _single(value: Callable[[EngineStatus], int]) -> Read:
     return lambda status: [Observation(value(status))]
+
+
+def _input_tokens(status: EngineStatus) -> Iterable[Observation]:
+    """What was fed to a server; how well its cache serves is the part that is `cached`."""
+    if not status.input_tokens:
+        return []
+    cached = status.cached_input_tokens
+    return [
+        Observation(cached, {"cached": True}),
+        Observation(status.input_tokens - cached, {"cached": False}),
+    ]
 
 
 def _seconds(status: EngineStatus) -> Iterable[Observation]:

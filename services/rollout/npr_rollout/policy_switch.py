@@ -60,11 +60,17 @@ class PolicySwitch:
         """Give back the memory, and take no work until `serve` wakes the engine; how many requests were aborted.
 
         Raises:
-            FailedPreconditionError: a policy is being loaded, or the requests in flight are to be finished on it.
+            FailedPreconditionError: a policy is being loaded, the requests in flight are to be finished on it, or the
+                memory is not this service's to give back.
         """
         if in_flight is InFlight.FINISH_ON_OLD:
             raise FailedPreconditionError(
                 "What is in flight needs the memory: finish it first (DRAIN), or end it (ABORT)."
+            )
+        if not self._backend.can_sleep:
+            raise FailedPreconditionError(
+                "The SGLang server is not this service's to end: start it with --enable-memory-saver, and say so with "
+                "NPR_SGLANG_MEMORY_SAVER=true."
             )
         if self._under_way is not None:
             await self._wait_for(self._under_way, None)
@@ -103,9 +109,21 @@ class PolicySwitch:
         if served is not None and served.digest == ref.digest:
             return Swapped(served, 0)
         async with self._alone(ref):
-            swapped = await self._swap(ref, in_flight)
+            try:
+                swapped = await self._swap(ref, in_flight)
+            except BaseException:
+                if self.asleep:
+                    await self._sleep_on()
+                raise
             self._awake.set()
             return swapped
+
+    async def _sleep_on(self) -> None:
+        """Give back what was taken on the way to a policy that is not served; if it is, for all that, be awake."""
+        if await self._engine.between_steps(lambda: self._engine.policy) is None:
+            await self._backend.sleep()
+        else:
+            self._awake.set()
 
     @staticmethod
     async def _wait_for(under_way: _UnderWay, ref: policy_pb2.PolicyRef | None) -> None:

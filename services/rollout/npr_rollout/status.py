@@ -15,6 +15,8 @@ _COUNTS = (
     "joins",
     "preemptions",
     "evictions",
+    "input_tokens",
+    "cached_input_tokens",
     "scheduling_seconds",
     "forward_seconds",
     "sampling_seconds",
@@ -33,7 +35,8 @@ class EngineStatus:
             `forward_seconds` and `sampling_seconds`.
         kv_tokens_read: tokens whose keys and values attention has read, shared segments once a step.
         kv_tokens_attended: the same, had each row read its whole prefix by itself.
-        server: what a server behind the engine says of itself, by name.
+        input_tokens: fed to a server that decodes; `cached_input_tokens` of them had keys and values there already.
+        server: what a server behind the engine says of itself, by name; nothing while it is away.
         joins_by_text: whether joins are made by feeding all branches again as plain text, for want of native ones.
     """
 
@@ -55,6 +58,8 @@ class EngineStatus:
     kv_tokens_read: int
     kv_tokens_attended: int
     joins_by_text: bool = False
+    input_tokens: int = 0
+    cached_input_tokens: int = 0
     server: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod

@@ -26,6 +26,7 @@ class TorchBackend:
     """A policy is checked by the very kernels that will decode with it, beside whatever is served."""
 
     can_serve_two = True
+    can_sleep = True
 
     def __init__(self, loader: PolicyLoader, settings: RolloutSettings) -> None:
         self._loader = loader

@@ -2,10 +2,11 @@
 
 Invariants:
 - One server, one policy at a time: weights are changed with nothing in flight, and the cache is flushed with them.
-- Which weights a server has, it says itself: they are loaded unless it bears the policy's stamp.
+- Which weights a server has, it says itself, and whether it sleeps: they are loaded unless it bears the policy's stamp.
 - A policy is served only after the server says to its canary's prompt what it must. One that fails leaves the policy
   before it to be loaded again, whose files stay until then.
-- A server that is gone is started again, or waited for, by whoever needs it next.
+- A server that is gone, or that has stopped to answer while a policy was loaded, is started again by whoever needs it
+  next; one that others run is waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from npr.types.v1 import policy_pb2
-from npr_common.errors import DataLossError, FailedPreconditionError
+from npr_common.errors import DataLossError, FailedPreconditionError, UnavailableError
 from npr_rollout.backend import BetweenSteps
 from npr_rollout.canary import tolerance
 from npr_rollout.policy_loader import LoadedPolicy, PolicyLoader
@@ -33,11 +34,17 @@ from npr_rollout.sglang.limits import ServerLimits
 from npr_rollout.sglang.server import RemoteServer, ServedModel, Server, SglangServer
 from npr_rollout.sglang.settings import SglangSettings
 from npr_rollout.sglang.transport import Transport
-from npr_rollout.sglang.weights import make_weights
+from npr_rollout.sglang.weights import PARTIAL, make_weights
 from npr_rollout.swap import Build
 from npr_sglang.contract import BACKEND
 
 log = logging.getLogger(__name__)
+
+ASLEEP = "asleep"
+"""Stamp of a server that has given back its memory."""
+
+_ABOUT_FILES = frozenset({"_name_or_path", "transformers_version"})
+"""What a model's configuration says of its files, not of the model."""
 
 
 class SglangBackend:
@@ -52,6 +59,11 @@ class SglangBackend:
         self._running: _Running | None = None
         self._served: policy_pb2.PolicyRef | None = None
         self._changing = threading.Lock()
+
+    @property
+    def can_sleep(self) -> bool:
+        """See `EngineBackend`. A server that others run can't be ended to that end."""
+        return self._settings.memory_saver or not self._settings.url
 
     async def prepare(self, ref: policy_pb2.PolicyRef, between_steps: BetweenSteps) -> Build:
         """See `EngineBackend`. The first policy starts the server; others are loaded when they are due."""
@@ -77,10 +89,14 @@ class SglangBackend:
             self._served = None
             if running is None or not running.can_load(model):
                 running = self._restart(policy, model)
-            running.make_serve(policy)
-            _check_canary(policy, model, running.transport, self._settings)
+            try:
+                running.make_serve(policy)
+                _check_canary(policy, model, running.transport, self._settings)
+                limits = self._limits(model, running.transport)
+            except UnavailableError:
+                self._end_running()
+                raise
             self._served = policy.ref
-        limits = self._limits(model, running.transport)
         engine = SglangEngine(
             running.transport,
             policy.tokenizer,
@@ -103,8 +119,17 @@ class SglangBackend:
 
     def _sleep(self) -> None:
         with self._changing:
-            if self._running is not None and not self._running.sleep():
+            if self._running is None:
+                return
+            if not self._settings.memory_saver:
                 self._end_running()
+                return
+            try:
+                self._running.sleep()
+            except UnavailableError:
+                self._end_running()
+                if self._settings.url:  # what it holds is not known
+                    raise
 
     def _end(self) -> None:
         with self._changing:
@@ -139,8 +164,7 @@ class _Model:
         self.vocab_size = int(config.vocab_size)
         self.dtype: torch.dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
         self.eos = _eos(policy)
-        sizes = ("architectures", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
-        self.shape = tuple(str(getattr(config, name, None)) for name in sizes)
+        self.built_as = {name: value for name, value in config.to_dict().items() if name not in _ABOUT_FILES}
 
 
 class _Running:
@@ -148,9 +172,8 @@ class _Running:
 
     def __init__(self, policy: LoadedPolicy, model: _Model, settings: SglangSettings) -> None:
         assert policy.folder is not None
-        self._shape = model.shape
+        self._built_as = model.built_as
         self._settings = settings
-        self._asleep = False
         dtype = str(_dtype(settings.dtype, model)).removeprefix("torch.")
         served = ServedModel(policy.folder, model.context, dtype, _stamp(policy))
         self._server: Server = RemoteServer(settings.url) if settings.url else SglangServer(served, settings)
@@ -167,27 +190,30 @@ class _Running:
             raise
 
     def can_load(self, model: _Model) -> bool:
-        """Whether it lives, and holds weights of the same shape."""
-        return self._server.is_alive and self._shape == model.shape
+        """Whether it lives, and differs from what the model needs in nothing but weights."""
+        return self._server.is_alive and self._built_as == model.built_as
 
     def make_serve(self, policy: LoadedPolicy) -> None:
         """Serve a policy's weights, if they are not served already. Raises as `Weights.load`."""
         assert policy.folder is not None
-        if self._asleep:
+        served = self._stamp()
+        if served == ASLEEP:
             self.transport.ask(lambda client: client.resume_memory())
-        if self._asleep or self.transport.ask(lambda client: client.weight_version()) != _stamp(policy):
+            self.transport.ask(lambda client: client.mark(PARTIAL))
+        if served != _stamp(policy):
             self._weights.load(policy.folder, _stamp(policy))
-        self._asleep = False
 
-    def sleep(self) -> bool:
-        """Give back the memory, if it can; whether it could."""
-        if not self._settings.memory_saver or not self._server.is_alive:
-            return False
-        if not self._asleep:
-            self.transport.ask(lambda client: client.flush())
-            self.transport.ask(lambda client: client.release_memory())
-            self._asleep = True
-        return True
+    def sleep(self) -> None:
+        """Give back the memory but keep the process. Raises UnavailableError when the server does not answer."""
+        if self._stamp() == ASLEEP:
+            return
+        self.transport.ask(lambda client: client.flush())
+        self.transport.ask(lambda client: client.mark(PARTIAL))
+        self.transport.ask(lambda client: client.release_memory())
+        self.transport.ask(lambda client: client.mark(ASLEEP))
+
+    def _stamp(self) -> str:
+        return self.transport.ask(lambda client: client.weight_version())
 
     def end(self) -> None:
         """Leave the server, and end it if it was started here."""

@@ -107,12 +107,15 @@ class Ended:
 
     Attributes:
         retractions: how often the server took its memory away and computed it again.
+        input_tokens: of its input; the keys and values of `cached_tokens` of them were there already.
     """
 
     name: str
     end: End
     message: str = ""
     retractions: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
 
 
 Sink = Callable[[Tokens | Ended], None]
@@ -194,18 +197,22 @@ class SglangClient:
         """Forget all keys and values, once nothing runs any more."""
         await self._post(f"/flush_cache?timeout={_CONTROL_SECONDS:.0f}", None, _CONTROL_SECONDS)
 
-    async def load(self, folder: str, version: str) -> None:
+    async def mark(self, version: str) -> None:
+        """Have the server say from now on that its weights are of this version."""
+        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False}, _INFO_SECONDS)
+
+    async def load(self, folder: str) -> None:
         """Serve the weights in a folder; the cache is flushed.
 
         Raises:
             FailedPreconditionError: the server can't serve them; what it serves now is not known.
         """
-        body = {"model_path": folder, "weight_version": version, "flush_cache": True, "abort_all_requests": False}
+        body = {"model_path": folder, "flush_cache": True, "abort_all_requests": False}
         await self._post("/update_weights_from_disk", body, _CONTROL_SECONDS)
 
-    async def load_tensors(self, handles: list[str], version: str) -> None:
+    async def load_tensors(self, handles: list[str]) -> None:
         """Serve tensors in shared memory, one handle a worker. Raises as `load`."""
-        body = {"serialized_named_tensors": handles, "weight_version": version, "flush_cache": True}
+        body = {"serialized_named_tensors": handles, "flush_cache": True}
         await self._post("/update_weights_from_tensor", body, _CONTROL_SECONDS)
 
     async def join_group(self, name: str, address: str, port: int, size: int, backend: str) -> None:
@@ -222,22 +229,21 @@ class SglangClient:
 
     async def leave_group(self, name: str) -> None:
         """Have the workers leave a group."""
-        await self._post("/destroy_weights_update_group", {"group_name": name}, _CONTROL_SECONDS)
+        await self._post("/destroy_weights_update_group", {"group_name": name}, _INFO_SECONDS)
 
-    async def load_from_group(self, name: str, tensors: Sequence[tuple[str, Tensor]], version: str) -> None:
+    async def load_from_group(self, name: str, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Have the workers receive tensors, which rank 0 sends in this order, and serve them. Raises as `load`."""
         body = {
             "group_name": name,
             "names": [tensor_name for tensor_name, _ in tensors],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
             "shapes": [list(tensor.shape) for _, tensor in tensors],
-            "weight_version": version,
             "flush_cache": True,
         }
         await self._post("/update_weights_from_distributed", body, _CONTROL_SECONDS)
 
     async def weight_version(self) -> str:
-        """The version that the weights were loaded with."""
+        """What it was marked with last."""
         return str((await self._get("/model_info"))["weight_version"])
 
     async def release_memory(self) -> None:
@@ -245,7 +251,7 @@ class SglangClient:
         await self._post("/release_memory_occupation", {}, _CONTROL_SECONDS)
 
     async def resume_memory(self) -> None:
-        """Take the memory back; what the weights are then is not known."""
+        """Take back the memory that was given; what the weights are then is not known."""
         await self._post("/resume_memory_occupation", {}, _CONTROL_SECONDS)
 
     async def _get(self, path: str) -> dict[str, Any]:
@@ -295,7 +301,8 @@ def _read(name: str, message: Mapping[str, Any], taken: int) -> tuple[list[Drawn
     text = str(reason.get("message") or "")
     if end is End.ABORTED:
         end = _kind(text, End.ABORTED)
-    return drawn, Ended(name, end, text, int(meta.get("num_retractions") or 0))
+    counts = [int(meta.get(count) or 0) for count in ("num_retractions", "prompt_tokens", "cached_tokens")]
+    return drawn, Ended(name, end, text, *counts)
 
 
 def _refusal(text: str) -> tuple[End, str]:

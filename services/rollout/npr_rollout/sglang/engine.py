@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import math
 import queue
 import time
@@ -42,9 +42,11 @@ from npr_rollout.sglang.transport import Transport
 from npr_rollout.status import EngineStatus
 from npr_sglang.contract import STATE_KEY
 
+log = logging.getLogger(__name__)
+
 _PATIENCE = 2  # evictions of a trajectory's context, after which it gets the server to itself
 _STEP_SECONDS = 0.01
-_INFO_SECONDS = 30.0
+_INFO_SECONDS = 2.0  # a busy server answers between two of its steps; records wait meanwhile
 _TOLD_SECONDS = 0.2  # the instruments of one collection, a status and its audit ask once
 
 
@@ -155,6 +157,8 @@ class SglangEngine:
             joins=self._growth.joins,
             preemptions=self._counts["preemptions"],
             evictions=self._counts["evictions"],
+            input_tokens=self._counts["input_tokens"],
+            cached_input_tokens=self._counts["cached_input_tokens"],
             fork_refusals=dict(self._growth.refusals),
             joins_by_text=not self.limits.native,
             server=told,
@@ -196,7 +200,10 @@ class SglangEngine:
             if isinstance(arrival, Tokens):
                 self._counts["tokens"] += len(arrival.drawn)
                 journey.tokens(arrival.name, arrival.drawn)
-            elif obstacle := journey.ended(arrival):
+                continue
+            self._counts["input_tokens"] += arrival.input_tokens
+            self._counts["cached_input_tokens"] += arrival.cached_tokens
+            if obstacle := journey.ended(arrival):
                 self._live.finish(journey.trajectory, Outcome.ABORTED, obstacle)
         self._counts["steps"] += any(isinstance(arrival, Tokens) for arrival in arrivals)
         for journey in touched:
@@ -249,10 +256,14 @@ class SglangEngine:
                 self._alone = None
 
     def _told(self) -> Mapping[str, float]:
-        """The server's own counters, or what it said last: that it is gone is for a step to tell."""
+        """The server's own counters: what it said last where it is busy, none where it is gone; a step tells that."""
         if time.monotonic() - self._told_at > _TOLD_SECONDS:
-            with contextlib.suppress(UnavailableError, TimeoutError):
+            try:
                 self._last_told = self._transport.ask(_counters, _INFO_SECONDS)
+            except UnavailableError:
+                self._last_told = {}
+            except TimeoutError:
+                log.info("the server is too busy to tell its counters")
             self._told_at = time.monotonic()
         return self._last_told
 
@@ -274,9 +285,9 @@ class _Release:
 
 
 async def _counters(client: SglangClient) -> dict[str, float]:
-    """The plug-in's counters, and how many tokens/s the server has decoded lately."""
+    """The plug-in's counters, and how many tokens/s the server has decoded when it decoded last."""
     told = await client.info()
-    return {**told.get(STATE_KEY, {}), "tokens_per_second": float(told.get("last_gen_throughput", 0.0))}
+    return {**told.get(STATE_KEY, {}), "tokens_per_second": float(told.get("last_gen_throughput") or 0.0)}
 
 
 def _stop_ids(validator: ForkValidator | None, eos: frozenset[int]) -> StopIds:

@@ -59,7 +59,11 @@ class Transport:
         async def run() -> T:
             return await function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(seconds)
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        try:
+            return future.result(seconds)
+        finally:
+            future.cancel()  # nobody waits for it any more
 
     def _begin(self, ask: Ask) -> None:
         self._spawn(lambda: self._client.stream(ask, self.arrivals.put))

@@ -9,7 +9,8 @@ Invariants:
 - The cache is flushed before the first weight changes, and nothing may be in flight.
 - The server bears a policy's stamp only when it has all of its weights: until then the stamp is `PARTIAL`. So one that
   failed half-way is known by what it says of itself, and is loaded again.
-- A part of a model is in memory at a time, not the whole.
+- Tensors go as they were published: the server's own loader gives each its place, its slice and its type, as from disk.
+- Some of a model is in memory at a time, not the whole.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import base64
 import contextlib
 import io
 import itertools
+import socket
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator
 from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +39,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from npr_common.errors import DataLossError, FailedPreconditionError, NprError, UnavailableError
+from npr_common.threads import in_own_thread
 from npr_rollout.sglang.client import SglangClient
 from npr_rollout.sglang.transport import Transport
 
 PARTIAL = "partial"
 """Stamp of a server that has some of a policy's weights."""
 
-_PART_BYTES = 1 << 29
-_GROUP_SECONDS = 600.0
+PART_BYTES = 1 << 29
+"""How much is sent at once; a tensor that is larger goes by itself."""
+
+_GROUP_SECONDS = 120.0  # to meet, and for one tensor
+_SAYS_WHY_SECONDS = 5.0  # for the server to tell why our half of a collective has failed
 
 Part = list[tuple[str, Tensor]]
 
@@ -56,84 +63,79 @@ class WeightWay(StrEnum):
     GROUP = "group"
 
 
-class Weights(Protocol):
+class Weights(ABC):
     """Changes a server's weights. Nothing is in flight when it is called."""
-
-    def load(self, folder: Path, stamp: str) -> None:
-        """Serve the weights in a folder.
-
-        Raises:
-            FailedPreconditionError: the server can't serve them.
-            DataLossError: the files can't be read.
-            UnavailableError: the server does not answer.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give back what outlives a load."""
-        ...
-
-
-class FromDisk:
-    """The server reads the files."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def load(self, folder: Path, stamp: str) -> None:
-        """See `Weights`."""
+        """Serve the weights in a folder. After an error the stamp is `PARTIAL`, where the server still says anything.
+
+        Raises:
+            FailedPreconditionError: the server can't serve them, or they can't be handed over this way.
+            DataLossError: the files can't be read.
+            UnavailableError: the server does not answer.
+        """
         self._transport.ask(lambda client: client.flush())
-        self._transport.ask(lambda client: client.load(str(folder), stamp))
+        self._transport.ask(lambda client: client.mark(PARTIAL))
+        self._send(folder)
+        self._transport.ask(lambda client: client.mark(stamp))
 
-    def close(self) -> None:
-        """Nothing outlives a load."""
+    @abstractmethod
+    def _send(self, folder: Path) -> None: ...
+
+    def close(self) -> None:  # noqa: B027 - most have nothing that outlives a load
+        """Give back what outlives a load."""
 
 
-class FromTensors:
+class FromDisk(Weights):
+    """The server reads the files."""
+
+    def _send(self, folder: Path) -> None:
+        self._transport.ask(lambda client: client.load(str(folder)))
+
+
+class FromTensors(Weights):
     """The tensors are handed over in shared memory, one part after the other."""
 
-    def __init__(self, transport: Transport, workers: int) -> None:
+    def __init__(self, transport: Transport, workers: int, part_bytes: int = PART_BYTES) -> None:
         """`workers`: how many processes share the model; each opens the same memory."""
-        self._transport = transport
+        super().__init__(transport)
         self._workers = workers
+        self._part_bytes = part_bytes
 
-    def load(self, folder: Path, stamp: str) -> None:
-        """See `Weights`."""
-        self._transport.ask(lambda client: client.flush())
-        for part, is_last in _with_last(read_parts(folder)):
+    def _send(self, folder: Path) -> None:
+        for part in read_parts(folder, self._part_bytes):
             handles = [_handles(part) for _ in range(self._workers)]
-            version = stamp if is_last else PARTIAL
-            self._transport.ask(
-                partial(SglangClient.load_tensors, handles=handles, version=version)
-            )
-
-    def close(self) -> None:
-        """Nothing outlives a load."""
+            self._transport.ask(partial(SglangClient.load_tensors, handles=handles))
 
 
-class FromGroup:
+class FromGroup(Weights):
     """The tensors are broadcast; this process is rank 0, the server's workers are the ranks behind it."""
 
-    def __init__(self, transport: Transport, workers: int, backend: str, address: str) -> None:
+    def __init__(
+        self, transport: Transport, workers: int, backend: str, address: str, part_bytes: int = PART_BYTES
+    ) -> None:
         """
         Args:
             workers: how many processes share the model.
             backend: of `torch.distributed`: `gloo`, or `nccl` where this process has a GPU of its own.
             address: of this host, as the server reaches it.
         """
-        self._transport = transport
+        super().__init__(transport)
         self._workers = workers
         self._backend = backend
         self._address = address
+        self._part_bytes = part_bytes
         self._group: _Group | None = None
 
-    def load(self, folder: Path, stamp: str) -> None:
-        """See `Weights`. A group that has failed is given up; the next load makes another one."""
-        self._transport.ask(lambda client: client.flush())
+    def _send(self, folder: Path) -> None:
+        """A group that has failed is given up; the next load makes another one."""
         try:
             group = self._group = self._group or self._join()
-            for part, is_last in _with_last(read_parts(folder)):
-                self._transport.ask(partial(group.send, part=part, stamp=stamp if is_last else PARTIAL))
+            for part in read_parts(folder, self._part_bytes):
+                self._transport.ask(partial(group.send, part=part))
         except BaseException:
             self.close()
             raise
@@ -162,16 +164,16 @@ class _Group:
     async def join(cls, client: SglangClient, workers: int, backend: str, address: str) -> _Group:
         """Meet the workers at a port that is free."""
         name = f"npr-{uuid.uuid4().hex[:12]}"
-        store = TCPStore(address, 0, world_size=1 + workers, is_master=True, wait_for_workers=False, timeout=_timeout())
-        ours = asyncio.to_thread(_new_group, store, name, 1 + workers, backend)
+        store = _store(address, 1 + workers)
+        ours = in_own_thread(_new_group, store, name, 1 + workers, backend)
         theirs = client.join_group(name, address, store.port, 1 + workers, backend)
         group = await _both(ours, theirs)
         device = torch.device("cuda" if backend == "nccl" else "cpu")
         return cls(name, group, device)
 
-    async def send(self, client: SglangClient, part: Part, stamp: str) -> None:
+    async def send(self, client: SglangClient, part: Part) -> None:
         """Broadcast some tensors; the server loads them."""
-        await _both(asyncio.to_thread(self._broadcast, part), client.load_from_group(self._name, part, stamp))
+        await _both(in_own_thread(self._broadcast, part), client.load_from_group(self._name, part))
 
     async def dismiss(self, client: SglangClient) -> None:
         """Have the server leave the group."""
@@ -187,18 +189,51 @@ class _Group:
 
 
 async def _both(ours: Awaitable[Any], theirs: Awaitable[None]) -> Any:
-    """What came of our half of a collective. An error of the server's half says more than what it does to ours."""
+    """What came of our half of a collective. An error of the server's half says more than what it does to ours.
+
+    Nothing stops our half but its timeout, where the server never comes to take part in it.
+    """
     one, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
+    one.add_done_callback(_look_at)
     await asyncio.wait({one, other}, return_when=asyncio.FIRST_EXCEPTION)
+    if not other.done():
+        await asyncio.wait({other}, timeout=_SAYS_WHY_SECONDS)
     if other.done():
         other.result()
+    other.cancel()
     try:
-        result = await one
+        return await one
     except (RuntimeError, dist.DistError) as error:
-        other.cancel()
         raise UnavailableError(f"The weights can't be broadcast to the SGLang server: {error}") from error
-    await other
-    return result
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    """So that nobody is told that an error was never looked at."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _store(address: str, size: int) -> TCPStore:
+    """Where a group of so many meets: a port that was free, at this address only."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(place)
+            listener.listen()
+            port = listener.getsockname()[1]
+            # The store takes a socket that is bound over; by itself it would listen at all addresses of the host.
+            return TCPStore(
+                address,
+                port,
+                size,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=_timeout(),
+                master_listen_fd=listener.detach(),
+            )
+    except OSError as error:
+        message = f"NPR_SGLANG_GROUP_ADDRESS is {address!r}, where this process can't listen: {error}"
+        raise FailedPreconditionError(message) from error
 
 
 def _new_group(store: Any, name: str, size: int, backend: str) -> Any:
@@ -221,7 +256,7 @@ def _timeout() -> timedelta:
     return timedelta(seconds=_GROUP_SECONDS)
 
 
-def read_parts(folder: Path, part_bytes: int = _PART_BYTES) -> Iterator[Part]:
+def read_parts(folder: Path, part_bytes: int) -> Iterator[Part]:
     """The tensors of a folder's safetensors files, some at a time: about `part_bytes`, and at least one.
 
     Raises:
@@ -252,20 +287,18 @@ def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise DataLossError(f"{path} can't be read: {error}") from error
 
 
-def _with_last(parts: Iterator[Part]) -> Iterator[tuple[Part, bool]]:
-    """Each part, and whether none follows it."""
-    part = next(parts)
-    for following in parts:
-        yield part, False
-        part = following
-    yield part, True
-
-
 def _handles(part: Part) -> str:
     """Tensors in shared memory, as a server opens them: pickled names and places of the memory, in base64."""
     buffer = io.BytesIO()
-    with _named_memory():
-        ForkingPickler(buffer).dump([(name, tensor.share_memory_()) for name, tensor in part])  # type: ignore[no-untyped-call]
+    try:
+        with _named_memory():
+            ForkingPickler(buffer).dump([(name, tensor.share_memory_()) for name, tensor in part])  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        size = sum(tensor.nbytes for _, tensor in part) >> 20
+        message = (
+            f"{size} MiB of weights don't fit into shared memory (/dev/shm): {error}; give it more, or load by disk"
+        )
+        raise FailedPreconditionError(message) from error
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 

@@ -28,8 +28,10 @@ def tagged_tokenizer() -> Any:
     return add_tag_tokens(plain_tokenizer(), load_dialect("npr"))
 
 
-def tiny_model(family: str, tokenizer: Any, seed: int = 0, *, hidden: int = 64, layers: int = 3) -> Any:
-    """A random float32 model with grouped-query attention; `family` is `qwen3` or `llama`."""
+def tiny_model(
+    family: str, tokenizer: Any, seed: int = 0, *, hidden: int = 64, layers: int = 3, tied: bool = True
+) -> Any:
+    """A random float32 model with grouped-query attention; `family` is `qwen3` or `llama`, `tied` whether its head is its embeddings."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -41,7 +43,7 @@ def tiny_model(family: str, tokenizer: Any, seed: int = 0, *, hidden: int = 64, 
         "head_dim": hidden // 4,
         "max_position_embeddings": 1024,
         "initializer_range": 0.2,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
