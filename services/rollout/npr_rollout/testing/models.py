@@ -31,7 +31,12 @@ def tagged_tokenizer() -> Any:
 def tiny_model(
     family: str, tokenizer: Any, seed: int = 0, *, hidden: int = 64, layers: int = 3, tied: bool = True
 ) -> Any:
-    """A random float32 model with grouped-query attention; `family` is `qwen3` or `llama`, `tied` whether its head is its embeddings."""
+    """A random float32 model with grouped-query attention.
+
+    Args:
+        family: `qwen3` or `llama`.
+        tied: whether its head is its embeddings.
+    """
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),

@@ -1,0 +1,193 @@
+"""The service on an SGLang server, by each way that weights get into it: swaps, wrong policies, a server that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
+from npr_common.errors import DataLossError, UnavailableError
+from npr_common.rpc import connect, rpc_errors
+from npr_common.testing.servers import running_server
+from npr_rollout.service import RolloutService
+from npr_rollout.settings import BackendKind, RolloutSettings
+from npr_rollout.sglang import weights
+from npr_rollout.sglang.client import SglangClient
+from npr_rollout.testing.models import tagged_tokenizer, tiny_model
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+LONG = 240.0
+SETTINGS = {"DEVICE": "cpu", "ATTENTION_BACKEND": "torch_native", "POOL_TOKENS": "4096"}
+
+
+@pytest.fixture(scope="module", params=list(weights.WeightWay))
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def address(peers: Any, way: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    """A service that the tests of a way share; each serves policies of its own."""
+    if "NPR_SGLANG_PYTHON" not in os.environ:
+        pytest.skip("NPR_SGLANG_PYTHON names no Python with SGLang")
+    addresses = peers.addresses.model_copy(update={"cache_dir": tmp_path_factory.mktemp("cache")})
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in (SETTINGS | {"WEIGHTS": way}).items():
+            environment.setenv(f"NPR_SGLANG_{name}", value)
+        settings = RolloutSettings(backend=BackendKind.SGLANG, lease_wait_seconds=1.0)
+        service = RolloutService(settings, addresses)
+    async with running_server(service) as address:
+        yield address
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(address: str) -> AsyncIterator[Any]:
+    async with connect(address) as channel:
+        yield rollout_pb2_grpc.RolloutServiceStub(channel)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def impatient(address: str) -> AsyncIterator[Any]:
+    """One that does not ask again when the service is unavailable."""
+    async with grpc.aio.insecure_channel(address, [("grpc.enable_retries", 0)]) as channel:
+        yield rollout_pb2_grpc.RolloutServiceStub(channel)
+
+
+async def serve(stub: Any, policy: policy_pb2.PolicyRef, mode: int = 0) -> rollout_pb2.ServePolicyResponse:
+    with rpc_errors():
+        request = rollout_pb2.ServePolicyRequest(policy=policy, in_flight=mode)
+        answer: rollout_pb2.ServePolicyResponse = await stub.ServePolicy(request, timeout=LONG)
+        return answer
+
+
+async def generate(stub: Any, tokens: int = 20, started: asyncio.Event | None = None) -> trajectory_pb2.Trajectory:
+    spec = sampling_pb2.DecodingSpec(
+        sampling=sampling_pb2.Sampling(temperature=0.0, raw_log_probs=True),
+        limits=sampling_pb2.Limits(max_tokens=tokens),
+        visibility=sampling_pb2.VISIBILITY_SEQUENTIAL,
+    )
+    turns = [prompt_pb2.ChatMessage(role="user", content="a b c")]
+    request = rollout_pb2.GenerateRequest(prompt=prompt_pb2.Prompt(messages=turns), decoding=spec)
+    with rpc_errors():
+        async for event in stub.Generate(request, timeout=LONG):
+            if started is not None:
+                started.set()
+            if event.HasField("trajectory"):
+                return event.trajectory
+    raise AssertionError("no trajectory")
+
+
+async def mid_decode(stub: Any, tokens: int) -> asyncio.Task[trajectory_pb2.Trajectory]:
+    """A generation that has got its first tokens."""
+    started = asyncio.Event()
+    task = asyncio.create_task(generate(stub, tokens, started))
+    async with asyncio.timeout(LONG):
+        await started.wait()
+    return task
+
+
+def check(trajectory: trajectory_pb2.Trajectory, policy: policy_pb2.PolicyRef, seed: int) -> None:
+    """It is of this policy, and each of its tokens is as probable as the model of this seed says."""
+    assert trajectory.policy == policy
+    model = tiny_model("qwen3", tagged_tokenizer(), seed, hidden=32, layers=2)
+    tokens = torch.tensor(list(trajectory.token_ids))
+    with torch.no_grad():
+        log_probs = model(input_ids=tokens[None]).logits[0].log_softmax(dim=-1)
+    begin = trajectory.prompt_length
+    assert len(tokens) > begin
+    said = torch.tensor(list(trajectory.raw_log_probs))[-len(tokens) + begin :]
+    expected = log_probs[begin - 1 : -1].gather(-1, tokens[begin:, None])[:, 0]
+    torch.testing.assert_close(said, expected, atol=1e-4, rtol=0)
+
+
+async def check_sound(stub: Any) -> None:
+    """At idle nothing is held and nothing is lost."""
+    async with asyncio.timeout(LONG):
+        while True:
+            told = await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest(audit=True))
+            if told.running == 0 and told.pages_used == 0:
+                break
+    assert list(told.audit_problems) == []
+
+
+@pytest.mark.parametrize("mode", [rollout_pb2.IN_FLIGHT_DRAIN, rollout_pb2.IN_FLIGHT_ABORT])
+async def test_a_swap_with_requests_in_flight(stub: Any, publish: Any, way: str, mode: int) -> None:
+    line = f"flies-{way}-{mode}"
+    first, second, third = (publish(line, version, seed=version) for version in range(3))
+    await serve(stub, first)
+    flying = await mid_decode(stub, 400)
+    aborts = mode == rollout_pb2.IN_FLIGHT_ABORT
+    assert (await serve(stub, second, mode)).aborted == (1 if aborts else 0)
+    flown = await flying
+    check(flown, first, 0)
+    assert (flown.outcome == trajectory_pb2.OUTCOME_ABORTED) == aborts
+    check(await generate(stub), second, 1)
+    await serve(stub, third, mode)
+    check(await generate(stub), third, 2)
+    await serve(stub, first, mode)
+    check(await generate(stub), first, 0)
+    await check_sound(stub)
+
+
+async def test_wrong_tensors_are_not_served(stub: Any, publish: Any, way: str) -> None:
+    """Also not when they are in the server already, as after the first try."""
+    good, wrong = publish(f"good-{way}", seed=3), publish(f"wrong-{way}", seed=1, canary_of=2)
+    await serve(stub, good)
+    for _ in range(2):
+        with pytest.raises(DataLossError, match="fails its canary forward"):
+            await serve(stub, wrong)
+        check(await generate(stub), good, 3)
+    await check_sound(stub)
+
+
+async def test_a_server_that_dies_while_it_loads(
+    stub: Any, impatient: Any, publish: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked is told; what was served is served again, by another server, and then the next policy is."""
+    first, second = (publish(f"dies-{way}", version, seed=version + 4) for version in range(2))
+    await serve(stub, first)
+    kills: list[int] = []
+    in_the_middle(monkeypatch, lambda: kills.append(kill_scheduler()) if not kills else None)
+    with pytest.raises(UnavailableError):
+        await serve(impatient, second)
+    assert len(kills) == 1
+    check(await generate(stub), first, 4)
+    await serve(stub, second)
+    check(await generate(stub), second, 5)
+    await check_sound(stub)
+
+
+def in_the_middle(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Have something happen when some of a policy's tensors are in the server; from disk, when none is."""
+    read, load = weights.read_parts, SglangClient.load
+
+    def read_parts(folder: Path, part_bytes: int) -> Iterator[weights.Part]:
+        for count, part in enumerate(read(folder, 8 << 10)):
+            if count == 2:
+                happens()
+            yield part
+
+    async def load_from_disk(client: SglangClient, folder: str) -> None:
+        happens()
+        await load(client, folder)
+
+    monkeypatch.setattr(weights, "read_parts", read_parts)
+    monkeypatch.setattr(SglangClient, "load", load_from_disk)
+
+
+def kill_scheduler() -> int:
+    """Kill the process with the weights; the one that answers HTTP finds out by itself."""
+    (scheduler,) = (child for child in psutil.Process().children(recursive=True) if "scheduler" in child.name())
+    scheduler.kill()
+    return scheduler.pid
