@@ -13,7 +13,10 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+import npr_rollout.metrics
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
 from npr_common.errors import DataLossError, UnavailableError
@@ -36,8 +39,15 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def metrics(way: str) -> InMemoryMetricReader:
+    return InMemoryMetricReader()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def address(peers: Any, way: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+async def address(
+    peers: Any, way: str, metrics: InMemoryMetricReader, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[str]:
     """A service that the tests of a way share; each serves policies of its own."""
     if "NPR_SGLANG_PYTHON" not in os.environ:
         pytest.skip("NPR_SGLANG_PYTHON names no Python with SGLang")
@@ -46,9 +56,11 @@ async def address(peers: Any, way: str, tmp_path_factory: pytest.TempPathFactory
         for name, value in (SETTINGS | {"WEIGHTS": way}).items():
             environment.setenv(f"NPR_SGLANG_{name}", value)
         settings = RolloutSettings(backend=BackendKind.SGLANG, lease_wait_seconds=1.0)
+        meter = MeterProvider([metrics]).get_meter("npr")
+        environment.setattr(npr_rollout.metrics, "meter", lambda: meter)
         service = RolloutService(settings, addresses)
-    async with running_server(service) as address:
-        yield address
+        async with running_server(service) as address:
+            yield address
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -138,6 +150,44 @@ async def test_a_swap_with_requests_in_flight(stub: Any, publish: Any, way: str,
     await serve(stub, first, mode)
     check(await generate(stub), first, 0)
     await check_sound(stub)
+
+
+async def test_what_the_server_says_of_itself_is_measured(
+    stub: Any, publish: Any, way: str, metrics: InMemoryMetricReader
+) -> None:
+    await serve(stub, publish(f"measured-{way}", seed=6))
+    before = await asyncio.to_thread(collect, metrics)
+    await generate(stub, 100)
+    await generate(stub, 100)
+    measured = await asyncio.to_thread(collect, metrics)
+    assert measured["npr.engine.tokens", ""] - before["npr.engine.tokens", ""] == 200
+    fed = {cached: grown("npr.engine.input_tokens", cached, before, measured) for cached in ("True", "False")}
+    prompt = (await generate(stub, 1)).prompt_length
+    assert fed["True"] + fed["False"] == 2 * prompt
+    assert fed["True"] >= prompt - 1  # the second time it was there, but for the token that is computed again
+    assert measured["npr.engine.server", "tokens_per_second"] > 0
+    assert measured["npr.engine.server", "pool_tokens"] == 4096
+    assert measured["npr.engine.server", "free_tokens"] < 4096
+    for name in ("pins", "stitches", "evicted", "sealed", "waiting"):
+        assert measured["npr.engine.server", name] >= 0
+
+
+def collect(metrics: InMemoryMetricReader) -> dict[tuple[str, str], float]:
+    """What is measured now, by the instrument and its attribute."""
+    data = metrics.get_metrics_data()
+    assert data is not None
+    found = [each for resource in data.resource_metrics for scope in resource.scope_metrics for each in scope.metrics]
+    return {
+        (each.name, ",".join(str(value) for value in (point.attributes or {}).values())): point.value  # type: ignore[union-attr]
+        for each in found
+        for point in each.data.data_points
+    }
+
+
+def grown(
+    name: str, attribute: str, before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]
+) -> float:
+    return after[name, attribute] - before.get((name, attribute), 0)
 
 
 async def test_wrong_tensors_are_not_served(stub: Any, publish: Any, way: str) -> None:

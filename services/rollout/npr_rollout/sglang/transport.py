@@ -25,9 +25,11 @@ class Transport:
 
     Attributes:
         arrivals: what the streams have brought.
+        url: the server's.
     """
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self.arrivals: queue.SimpleQueue[Tokens | Ended] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
