@@ -24,7 +24,7 @@ from npr_common.rpc import connect, rpc_errors
 from npr_common.testing.servers import running_server
 from npr_rollout.service import RolloutService
 from npr_rollout.settings import BackendKind, RolloutSettings
-from npr_rollout.sglang import weights
+from npr_rollout.sglang import client, weights
 from npr_rollout.sglang.client import SglangClient
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
@@ -207,14 +207,47 @@ async def test_a_server_that_dies_while_it_loads(
     """Whoever asked is told; what was served is served again, by another server, and then the next policy is."""
     first, second = (publish(f"dies-{way}", version, seed=version + 4) for version in range(2))
     await serve(stub, first)
-    kills: list[int] = []
-    in_the_middle(monkeypatch, lambda: kills.append(kill_scheduler()) if not kills else None)
+    killed: list[psutil.Process] = []
+
+    def kill() -> None:
+        if not killed:
+            killed.append(scheduler())
+            killed[0].kill()
+
+    in_the_middle(monkeypatch, kill)
     with pytest.raises(UnavailableError):
         await serve(impatient, second)
-    assert len(kills) == 1
+    assert len(killed) == 1
     check(await generate(stub), first, 4)
     await serve(stub, second)
     check(await generate(stub), second, 5)
+    await check_sound(stub)
+
+
+async def test_a_server_that_stops_to_answer_while_it_loads(
+    stub: Any, impatient: Any, publish: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, but nobody can wait for it: it is ended, and another one is started."""
+    if way != "group":
+        pytest.skip("the other ways have no half of this process that would wait too")
+    first, second = (publish(f"stops-{way}", version, seed=version + 7) for version in range(2))
+    await serve(stub, first)
+    for name in ("_CONTROL_SECONDS", "_INFO_SECONDS"):
+        monkeypatch.setattr(client, name, 8.0)
+    stopped: list[psutil.Process] = []
+
+    def stop() -> None:
+        if not stopped:
+            stopped.append(scheduler())
+            stopped[0].suspend()
+
+    in_the_middle(monkeypatch, stop)
+    with pytest.raises(UnavailableError, match="does not answer"):
+        await serve(impatient, second)
+    assert not stopped[0].is_running()
+    check(await generate(stub), first, 7)
+    await serve(stub, second)
+    check(await generate(stub), second, 8)
     await check_sound(stub)
 
 
@@ -228,16 +261,15 @@ def in_the_middle(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) 
                 happens()
             yield part
 
-    async def load_from_disk(client: SglangClient, folder: str) -> None:
+    async def load_from_disk(wire: SglangClient, folder: str) -> None:
         happens()
-        await load(client, folder)
+        await load(wire, folder)
 
     monkeypatch.setattr(weights, "read_parts", read_parts)
     monkeypatch.setattr(SglangClient, "load", load_from_disk)
 
 
-def kill_scheduler() -> int:
-    """Kill the process with the weights; the one that answers HTTP finds out by itself."""
-    (scheduler,) = (child for child in psutil.Process().children(recursive=True) if "scheduler" in child.name())
-    scheduler.kill()
-    return scheduler.pid
+def scheduler() -> psutil.Process:
+    """The process with the weights; another one answers HTTP, and has to find out what becomes of it."""
+    (found,) = (child for child in psutil.Process().children(recursive=True) if "scheduler" in child.name())
+    return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -93,13 +93,19 @@ def test_a_policy_says_the_same_by_each_way(place: Place, way: str) -> None:
         by_disk[policy.folder] = place.says()
         tolerance = {"float32": 1e-4, "bfloat16": 0.3}[place.dtype]
         torch.testing.assert_close(by_disk[policy.folder], policy.log_probs(), atol=tolerance, rtol=0)
-    with closing(WAYS[way](place.transport)) as weights:
-        for stamp, policy, other in (("one", first, second), ("two", second, first), ("three", first, second)):
-            weights.load(policy.folder, stamp)
-            assert place.stamp() == stamp
-            said = place.says()
-            torch.testing.assert_close(said, by_disk[policy.folder], atol=1e-4, rtol=0)
-            assert (said - by_disk[other.folder]).abs().max() > 0.3
+    weights, ports = WAYS[way](place.transport), listening()
+    for stamp, policy, other in (("one", first, second), ("two", second, first), ("three", first, second)):
+        weights.load(policy.folder, stamp)
+        assert place.stamp() == stamp
+        said = place.says()
+        torch.testing.assert_close(said, by_disk[policy.folder], atol=1e-4, rtol=0)
+        assert (said - by_disk[other.folder]).abs().max() > 0.3
+        assert listening() == ports  # a group leaves nothing behind
+
+
+def listening() -> int:
+    """How many ports this process listens at."""
+    return sum(each.status == psutil.CONN_LISTEN for each in psutil.Process().net_connections("tcp"))
 
 
 @pytest.mark.parametrize("way", ["tensors", "group"])
@@ -107,29 +113,29 @@ def test_files_that_can_not_be_read_leave_a_server_that_says_so(place: Place, wa
     first, second = place.policies
     file = tmp_path / "model.safetensors"
     file.write_bytes((second.folder / "model.safetensors").read_bytes()[:-100])
-    with closing(WAYS[way](place.transport)) as weights:
-        with pytest.raises(DataLossError, match="can't be read"):
-            weights.load(tmp_path, "cut short")
-        assert place.stamp() == PARTIAL
-        weights.load(first.folder, "whole")
-        assert place.stamp() == "whole"
-        FromDisk(place.transport).load(second.folder, "other")
-        weights.load(first.folder, "whole again")
-        said = place.says()
+    weights = WAYS[way](place.transport)
+    with pytest.raises(DataLossError, match="can't be read"):
+        weights.load(tmp_path, "cut short")
+    assert place.stamp() == PARTIAL
+    weights.load(first.folder, "whole")
+    assert place.stamp() == "whole"
+    FromDisk(place.transport).load(second.folder, "other")
+    weights.load(first.folder, "whole again")
+    said = place.says()
     FromDisk(place.transport).load(first.folder, "by disk")
     torch.testing.assert_close(said, place.says(), atol=1e-4, rtol=0)
 
 
-def test_a_group_that_broke_is_made_again(place: Place, tmp_path: Path) -> None:
-    """One that was refused its tensors, for they have no place in the model."""
+def test_what_was_refused_is_not_served(place: Place, tmp_path: Path) -> None:
+    """Tensors that have no place in the model: its wider brother's."""
     first, second = place.policies
-    with closing(WAYS["group"](place.transport)) as weights:
-        weights.load(second.folder, "fine")
-        make_policy(tmp_path, 2, tied=True, hidden=64)
-        with pytest.raises(FailedPreconditionError, match="refuses /update_weights_from_distributed"):
-            weights.load(tmp_path, "wrong")
-        assert place.stamp() == PARTIAL
-        weights.load(first.folder, "right")
-        said = place.says()
+    weights = WAYS["group"](place.transport)
+    weights.load(second.folder, "fine")
+    make_policy(tmp_path, 2, tied=True, hidden=64)
+    with pytest.raises(FailedPreconditionError, match="refuses /update_weights_from_distributed"):
+        weights.load(tmp_path, "wrong")
+    assert place.stamp() == PARTIAL
+    weights.load(first.folder, "right")
+    said = place.says()
     FromDisk(place.transport).load(first.folder, "by disk")
     torch.testing.assert_close(said, place.says(), atol=1e-4, rtol=0)

@@ -217,7 +217,6 @@ class _Running:
 
     def end(self) -> None:
         """Leave the server, and end it if it was started here."""
-        self._weights.close()
         self.transport.close()
         self._server.end()
 

@@ -261,7 +261,7 @@ class SglangClient:
                 answer.raise_for_status()
                 told: dict[str, Any] = await answer.json(content_type=None)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise UnavailableError(f"The SGLang server at {self.url} does not answer {path}: {error}") from error
+            raise UnavailableError(f"The SGLang server at {self.url} does not answer {path}: {_why(error)}") from error
         return told
 
     async def _post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> str:
@@ -270,10 +270,15 @@ class SglangClient:
             async with self._session.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
                 text = await answer.text()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UnavailableError(f"The SGLang server at {self.url} does not answer {path}: {error}") from error
+            raise UnavailableError(f"The SGLang server at {self.url} does not answer {path}: {_why(error)}") from error
         if answer.status != 200:
             raise FailedPreconditionError(f"The SGLang server refuses {path}: {text[:500]}")
         return text
+
+
+def _why(error: Exception) -> str:
+    """A timeout says nothing of itself."""
+    return str(error) or type(error).__name__
 
 
 async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:

@@ -46,7 +46,7 @@ from npr_rollout.sglang.transport import Transport
 PARTIAL = "partial"
 """Stamp of a server that has some of a policy's weights."""
 
-PART_BYTES = 1 << 29
+PART_BYTES = 1 << 27
 """How much is sent at once; a tensor that is larger goes by itself."""
 
 _GROUP_SECONDS = 120.0  # to meet, and for one tensor
@@ -85,9 +85,6 @@ class Weights(ABC):
     @abstractmethod
     def _send(self, folder: Path) -> None: ...
 
-    def close(self) -> None:  # noqa: B027 - most have nothing that outlives a load
-        """Give back what outlives a load."""
-
 
 class FromDisk(Weights):
     """The server reads the files."""
@@ -109,6 +106,7 @@ class FromTensors(Weights):
         for part in read_parts(folder, self._part_bytes):
             handles = [_handles(part) for _ in range(self._workers)]
             self._transport.ask(partial(SglangClient.load_tensors, handles=handles))
+            del part  # before the next one is read
 
 
 class FromGroup(Weights):
@@ -128,28 +126,18 @@ class FromGroup(Weights):
         self._backend = backend
         self._address = address
         self._part_bytes = part_bytes
-        self._group: _Group | None = None
 
     def _send(self, folder: Path) -> None:
-        """A group that has failed is given up; the next load makes another one."""
+        """A group lives for one load: a server that was started again in between would not know of it."""
+        group = self._transport.ask(lambda client: _Group.join(client, self._workers, self._backend, self._address))
         try:
-            group = self._group = self._group or self._join()
             for part in read_parts(folder, self._part_bytes):
                 self._transport.ask(partial(group.send, part=part))
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Leave the group."""
-        group, self._group = self._group, None
-        if group is not None:
+                del part  # before the next one is read
+        finally:
             with contextlib.suppress(NprError):  # a server that is gone has left it
                 self._transport.ask(group.dismiss)
             group.leave()
-
-    def _join(self) -> _Group:
-        return self._transport.ask(lambda client: _Group.join(client, self._workers, self._backend, self._address))
 
 
 class _Group:
