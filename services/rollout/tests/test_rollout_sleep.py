@@ -8,7 +8,6 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -193,83 +192,83 @@ async def test_what_it_can_not_do_changes_nothing(stub: Any, publish: Any) -> No
     assert (await generate(stub)).policy == policy
 
 
-class TestAServerThatOthersRun:
-    """It is attached to by its address. A CPU's memory stays where it is; what is asked of the server is the same."""
+@pytest.fixture(scope="module")
+def their_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transport]:
+    """A server that others run; it is attached to by its address."""
+    if "NPR_SGLANG_PYTHON" not in os.environ:
+        pytest.skip("NPR_SGLANG_PYTHON names no Python with SGLang")
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_model("qwen3", tagged_tokenizer(), 9, hidden=32, layers=2)
+    model.generation_config.eos_token_id = tagged_tokenizer().eos_token_id
+    model.save_pretrained(folder)
+    tagged_tokenizer().save_pretrained(folder)
+    served = ServedModel(folder, model.config.max_position_embeddings, "float32", "theirs")
+    with sglang_server(served, settings_for(os.environ["NPR_SGLANG_PYTHON"], 4096)) as transport:
+        yield transport
 
-    pytestmark = needs_sglang
 
-    @pytest.fixture(scope="class")
-    def server(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transport]:
-        folder = tmp_path_factory.mktemp("model")
-        model = tiny_model("qwen3", tagged_tokenizer(), 9, hidden=32, layers=2)
-        model.generation_config.eos_token_id = tagged_tokenizer().eos_token_id
-        save(folder, model, tagged_tokenizer())
-        served = ServedModel(folder, model.config.max_position_embeddings, "float32", "theirs")
-        with sglang_server(served, settings_for(os.environ["NPR_SGLANG_PYTHON"], 4096)) as transport:
-            yield transport
+@pytest.mark.sglang
+async def test_a_server_that_others_run_gives_back_its_memory_and_stays(
+    their_server: Transport, peers: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's memory stays where it is, but all that is asked of the server is the same.
 
-    async def test_it_gives_back_its_memory_and_stays(
-        self, server: Transport, peers: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Also a service that comes to a server that sleeps wakes it: the server says that it does."""
-        policy = publish("attached", seed=3)
-        monkeypatch.setenv("NPR_SGLANG_URL", server.url)
-        monkeypatch.setenv("NPR_SGLANG_MEMORY_SAVER", "true")
-        async with service(peers, BackendKind.SGLANG) as stub:
-            await serve(stub, policy)
-            before = await generate(stub)
-            for _ in range(2):
-                await sleep(stub)
-                assert server.ask(lambda client: client.weight_version()) == "asleep"
-            await serve(stub, policy)
-            after = await generate(stub)
+    Also a service that comes to a server that sleeps wakes it: the server says that it does.
+    """
+    policy = publish("attached", seed=3)
+    monkeypatch.setenv("NPR_SGLANG_URL", their_server.url)
+    monkeypatch.setenv("NPR_SGLANG_MEMORY_SAVER", "true")
+    async with service(peers, BackendKind.SGLANG) as stub:
+        await serve(stub, policy)
+        before = await generate(stub)
+        for _ in range(2):
             await sleep(stub)
-        async with service(peers, BackendKind.SGLANG) as stub:
-            await serve(stub, policy)
-            later = await generate(stub)
-        for trajectory in (after, later):
-            assert list(trajectory.token_ids) == list(before.token_ids)
-            assert list(trajectory.raw_log_probs) == pytest.approx(list(before.raw_log_probs), abs=1e-4)
+            assert their_server.ask(lambda client: client.weight_version()) == "asleep"
+        await serve(stub, policy)
+        after = await generate(stub)
+        await sleep(stub)
+    async with service(peers, BackendKind.SGLANG) as stub:
+        await serve(stub, policy)
+        later = await generate(stub)
+    for trajectory in (after, later):
+        assert list(trajectory.token_ids) == list(before.token_ids)
+        assert list(trajectory.raw_log_probs) == pytest.approx(list(before.raw_log_probs), abs=1e-4)
 
-    async def test_without_the_memory_saver_it_can_not_sleep(
-        self, server: Transport, peers: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        policy = publish("restless", seed=4)
-        monkeypatch.setenv("NPR_SGLANG_URL", server.url)
-        async with service(peers, BackendKind.SGLANG) as stub:
-            await serve(stub, policy)
-            flying = await mid_decode(stub, 300)
-            with pytest.raises(FailedPreconditionError, match="--enable-memory-saver"):
-                await sleep(stub, ABORT)
-            assert (await flying).outcome == trajectory_pb2.OUTCOME_TRUNCATED
-            assert (await generate(stub)).policy == policy
+
+@pytest.mark.sglang
+async def test_without_its_memory_saver_it_can_not_sleep(
+    their_server: Transport, peers: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = publish("restless", seed=4)
+    monkeypatch.setenv("NPR_SGLANG_URL", their_server.url)
+    async with service(peers, BackendKind.SGLANG) as stub:
+        await serve(stub, policy)
+        flying = await mid_decode(stub, 300)
+        with pytest.raises(FailedPreconditionError, match="--enable-memory-saver"):
+            await sleep(stub, ABORT)
+        assert (await flying).outcome == trajectory_pb2.OUTCOME_TRUNCATED
+        assert (await generate(stub)).policy == policy
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-class TestAServerOnAGpu:
-    """It stays, and its memory is free."""
-
-    pytestmark = needs_sglang
-
-    async def test_a_pool_of_a_gibibyte_is_free_while_it_sleeps(
-        self, peers: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        policy = publish("gpu", seed=3)  # 256 bytes a token
-        for name, value in {"DTYPE": "float32", "MEMORY_SAVER": "true", "POOL_TOKENS": str(1 << 22)}.items():
-            monkeypatch.setenv(f"NPR_SGLANG_{name}", value)
-        async with service(peers, BackendKind.SGLANG) as stub:
-            await serve(stub, policy)
-            before = await generate(stub)
-            free, _ = torch.cuda.mem_get_info()
-            await sleep(stub)
-            assert torch.cuda.mem_get_info()[0] - free > 0.9 * (1 << 30)
-            await serve(stub, policy)
-            after = await generate(stub)
-        assert list(after.token_ids) == list(before.token_ids)
-        assert list(after.raw_log_probs) == pytest.approx(list(before.raw_log_probs), abs=1e-4)
-
-
-def save(folder: Path, *parts: Any) -> None:
-    for part in parts:
-        part.save_pretrained(folder)
+@pytest.mark.sglang
+@pytest.mark.skipif(
+    "NPR_SGLANG_PYTHON" not in os.environ or not torch.cuda.is_available(), reason="no GPU, or no Python with SGLang"
+)
+async def test_the_memory_of_a_gpu_is_free_while_its_server_sleeps(
+    peers: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of 2^22 tokens of 256 bytes."""
+    policy = publish("gpu", seed=3)
+    for name, value in {"DTYPE": "float32", "MEMORY_SAVER": "true", "POOL_TOKENS": str(1 << 22)}.items():
+        monkeypatch.setenv(f"NPR_SGLANG_{name}", value)
+    async with service(peers, BackendKind.SGLANG) as stub:
+        await serve(stub, policy)
+        before = await generate(stub)
+        free, _ = torch.cuda.mem_get_info()
+        await sleep(stub)
+        assert torch.cuda.mem_get_info()[0] - free > 0.9 * (1 << 30)
+        await serve(stub, policy)
+        after = await generate(stub)
+    assert list(after.token_ids) == list(before.token_ids)
+    assert list(after.raw_log_probs) == pytest.approx(list(before.raw_log_probs), abs=1e-4)

@@ -95,10 +95,16 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of a stream."""
+    """New tokens of a stream.
+
+    Attributes:
+        input_tokens: with the first ones: of its input, `cached_tokens` of which the server did not have to compute.
+    """
 
     name: str
     drawn: list[Drawn]
+    input_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +113,12 @@ class Ended:
 
     Attributes:
         retractions: how often the server took its memory away and computed it again.
-        input_tokens: of its input; the keys and values of `cached_tokens` of them were there already.
     """
 
     name: str
     end: End
     message: str = ""
     retractions: int = 0
-    input_tokens: int = 0
-    cached_tokens: int = 0
 
 
 Sink = Callable[[Tokens | Ended], None]
@@ -149,9 +152,9 @@ class SglangClient:
                 taken = 0
                 async for message in _messages(answer):
                     drawn, end = _read(ask.name, message, taken)
-                    taken += len(drawn)
                     if drawn:
-                        sink(Tokens(ask.name, drawn))
+                        sink(Tokens(ask.name, drawn, *(_input(message) if not taken else ())))
+                    taken += len(drawn)
                     if end is not None:
                         ended = end
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -306,8 +309,13 @@ def _read(name: str, message: Mapping[str, Any], taken: int) -> tuple[list[Drawn
     text = str(reason.get("message") or "")
     if end is End.ABORTED:
         end = _kind(text, End.ABORTED)
-    counts = [int(meta.get(count) or 0) for count in ("num_retractions", "prompt_tokens", "cached_tokens")]
-    return drawn, Ended(name, end, text, *counts)
+    return drawn, Ended(name, end, text, int(meta.get("num_retractions") or 0))
+
+
+def _input(message: Mapping[str, Any]) -> tuple[int, int]:
+    """How many tokens the server was given, and how many of them it had keys and values of."""
+    meta = message["meta_info"]
+    return int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
 
 
 def _refusal(text: str) -> tuple[End, str]:

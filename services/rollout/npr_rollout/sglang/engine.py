@@ -199,11 +199,10 @@ class SglangEngine:
             touched[journey] = None
             if isinstance(arrival, Tokens):
                 self._counts["tokens"] += len(arrival.drawn)
+                self._counts["input_tokens"] += arrival.input_tokens
+                self._counts["cached_input_tokens"] += arrival.cached_tokens
                 journey.tokens(arrival.name, arrival.drawn)
-                continue
-            self._counts["input_tokens"] += arrival.input_tokens
-            self._counts["cached_input_tokens"] += arrival.cached_tokens
-            if obstacle := journey.ended(arrival):
+            elif obstacle := journey.ended(arrival):
                 self._live.finish(journey.trajectory, Outcome.ABORTED, obstacle)
         self._counts["steps"] += any(isinstance(arrival, Tokens) for arrival in arrivals)
         for journey in touched:
