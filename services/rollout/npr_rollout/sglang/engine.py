@@ -234,7 +234,7 @@ class SglangEngine:
             self._transport.abort(name)
         if self._alone is None and journey.evictions > _PATIENCE:
             self._alone = journey
-        if self._alone in (None, journey) and self._may_go_on(journey):
+        if self._alone is journey or (self._alone is None and self._may_go_on(journey)):
             self._transport.begin(journey.wanted())
 
     def _may_go_on(self, journey: Journey) -> bool:
