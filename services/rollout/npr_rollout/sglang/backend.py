@@ -191,7 +191,9 @@ class _Running:
 
     def can_load(self, model: _Model) -> bool:
         """Whether it lives, and differs from what the model needs in nothing but weights."""
-        return self._server.is_alive and self._built_as == model.built_as
+        if not self._server.is_alive or self._built_as != model.built_as:
+            return False
+        return self.transport.ask(lambda client: client.is_healthy())  # it may have died just now
 
     def make_serve(self, policy: LoadedPolicy) -> None:
         """Serve a policy's weights, if they are not served already. Raises as `Weights.load`."""
