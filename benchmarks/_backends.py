@@ -101,11 +101,10 @@ class SglangBackend:
         """See `Backend`."""
         self._transport.ask(lambda client: client.flush())
         self.arrivals = self._transport.arrivals = _Clocked()
-        limits = ServerLimits(
+        limits = ServerLimits.told(
+            self._told,
             context=self._subject.config.max_position_embeddings,
             vocab_size=self._subject.config.vocab_size,
-            pool_tokens=int(self._told["max_total_num_tokens"]),
-            input_tokens=int(self._told["max_req_input_len"]),
             max_running=trees,
             max_branches=64,
             max_blocks=64,

@@ -40,6 +40,13 @@ def load_tokenizer(path: str | Path) -> Any:
         raise TokenizerError(f"{location} holds no tokenizer that transformers can load: {error}") from error
 
 
+def eos_ids(tokenizer: Any, generation_config: Any = None) -> frozenset[int]:
+    """All ids that end a text: the tokenizer's, and those of a model's generation settings, where it has any."""
+    configured = getattr(generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)
+
+
 def add_tag_tokens(tokenizer: Any, dialect: Dialect) -> Any:
     """A copy of the tokenizer in which every tag of the dialect is one token.
 

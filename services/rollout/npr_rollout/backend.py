@@ -65,9 +65,8 @@ class EngineBackend(Protocol):
 
     can_serve_two: bool
 
-    @property
-    def can_sleep(self) -> bool:
-        """Whether `sleep` can give back the memory."""
+    def check_can_sleep(self) -> None:
+        """Raises FailedPreconditionError where `sleep` could not give back the memory."""
         ...
 
     async def prepare(self, ref: policy_pb2.PolicyRef, between_steps: BetweenSteps) -> Build:

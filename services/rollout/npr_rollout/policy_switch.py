@@ -67,11 +67,7 @@ class PolicySwitch:
             raise FailedPreconditionError(
                 "What is in flight needs the memory: finish it first (DRAIN), or end it (ABORT)."
             )
-        if not self._backend.can_sleep:
-            raise FailedPreconditionError(
-                "The SGLang server is not this service's to end: start it with --enable-memory-saver, and say so with "
-                "NPR_SGLANG_MEMORY_SAVER=true."
-            )
+        self._backend.check_can_sleep()
         if self._under_way is not None:
             await self._wait_for(self._under_way, None)
         if self.asleep:

@@ -26,7 +26,6 @@ class TorchBackend:
     """A policy is checked by the very kernels that will decode with it, beside whatever is served."""
 
     can_serve_two = True
-    can_sleep = True
 
     def __init__(self, loader: PolicyLoader, settings: RolloutSettings) -> None:
         self._loader = loader
@@ -45,6 +44,9 @@ class TorchBackend:
             raise FailedPreconditionError(message) from error
         await between_steps(check.run)
         return partial(_serving, policy, config)
+
+    def check_can_sleep(self) -> None:
+        """See `EngineBackend`: it always can."""
 
     async def sleep(self) -> None:
         """See `EngineBackend`: the engine's memory went with it, but for what the allocator keeps."""

@@ -13,16 +13,16 @@ import psutil
 import pytest
 
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
+from npr.types.v1 import sampling_pb2, trajectory_pb2
 from npr_common.errors import DataLossError, FailedPreconditionError, InternalError
-from npr_common.rpc import connect, rpc_errors
+from npr_common.rpc import connect
 from npr_common.testing.servers import running_server
 from npr_rollout.service import RolloutService
 from npr_rollout.settings import BackendKind, RolloutSettings
+from npr_rollout.testing.calls import LONG, check_sound, generate, prompt, serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
-LONG = 240.0
 DECODING = sampling_pb2.DecodingSpec(
     sampling=sampling_pb2.Sampling(temperature=1.0, seed=3),
     limits=sampling_pb2.Limits(max_tokens=30),
@@ -42,29 +42,6 @@ async def stub(peers: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any
         yield rollout_pb2_grpc.RolloutServiceStub(channel)
 
 
-async def serve(stub: Any, policy: policy_pb2.PolicyRef, mode: int = 0) -> rollout_pb2.ServePolicyResponse:
-    with rpc_errors():
-        request = rollout_pb2.ServePolicyRequest(policy=policy, in_flight=mode)
-        answer: rollout_pb2.ServePolicyResponse = await stub.ServePolicy(request, timeout=LONG)
-        return answer
-
-
-async def generate(stub: Any, tokens: int = 20) -> trajectory_pb2.Trajectory:
-    spec = sampling_pb2.DecodingSpec()
-    spec.CopyFrom(DECODING)
-    spec.limits.max_tokens = tokens
-    spec.sampling.temperature = 0.0  # goes round in circles, and so to its limit
-    spec.sampling.raw_log_probs = True
-    spec.visibility = sampling_pb2.VISIBILITY_SEQUENTIAL
-    turns = [prompt_pb2.ChatMessage(role="user", content="a b c")]
-    request = rollout_pb2.GenerateRequest(prompt=prompt_pb2.Prompt(messages=turns), decoding=spec)
-    with rpc_errors():
-        async for event in stub.Generate(request, timeout=LONG):
-            if event.HasField("trajectory"):
-                return event.trajectory
-    raise AssertionError("no trajectory")
-
-
 async def until(
     stub: Any, condition: Callable[[rollout_pb2.GetEngineStatusResponse], bool]
 ) -> rollout_pb2.GetEngineStatusResponse:
@@ -76,18 +53,12 @@ async def until(
     return status
 
 
-async def check_sound(stub: Any) -> None:
-    """At idle nothing is held and nothing is lost."""
-    told = await until(stub, lambda status: status.running == 0 and status.pages_used == 0)
-    assert (told.pages_used, list(told.audit_problems)) == (0, [])
-
-
 async def test_a_job_and_swaps_of_its_policy(stub: Any, publish: Any) -> None:
     first, second, wrong = publish("s"), publish("s", 1, seed=1), publish("silent", seed=1, canary_of=2)
     await serve(stub, first)
     job = rollout_pb2.SubmitJobRequest(
         request_id=f"job-{uuid.uuid4().hex[:12]}",
-        prompts=[prompt_pb2.Prompt(messages=[prompt_pb2.ChatMessage(role="user", content=c)]) for c in "abcd"],
+        prompts=[prompt(c) for c in "abcd"],
         samples_per_prompt=3,
         decoding=DECODING,
         policy=first,

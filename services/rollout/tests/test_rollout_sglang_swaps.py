@@ -18,19 +18,19 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 import npr_rollout.metrics
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
+from npr.types.v1 import policy_pb2, trajectory_pb2
 from npr_common.errors import DataLossError, UnavailableError
-from npr_common.rpc import connect, rpc_errors
+from npr_common.rpc import connect
 from npr_common.testing.servers import running_server
 from npr_rollout.service import RolloutService
 from npr_rollout.settings import BackendKind, RolloutSettings
 from npr_rollout.sglang import client, weights
 from npr_rollout.sglang.client import SglangClient
+from npr_rollout.testing.calls import check_sound, generate, mid_decode, serve
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
-LONG = 240.0
 SETTINGS = {"DEVICE": "cpu", "ATTENTION_BACKEND": "torch_native", "POOL_TOKENS": "4096"}
 
 
@@ -76,39 +76,6 @@ async def impatient(address: str) -> AsyncIterator[Any]:
         yield rollout_pb2_grpc.RolloutServiceStub(channel)
 
 
-async def serve(stub: Any, policy: policy_pb2.PolicyRef, mode: int = 0) -> rollout_pb2.ServePolicyResponse:
-    with rpc_errors():
-        request = rollout_pb2.ServePolicyRequest(policy=policy, in_flight=mode)
-        answer: rollout_pb2.ServePolicyResponse = await stub.ServePolicy(request, timeout=LONG)
-        return answer
-
-
-async def generate(stub: Any, tokens: int = 20, started: asyncio.Event | None = None) -> trajectory_pb2.Trajectory:
-    spec = sampling_pb2.DecodingSpec(
-        sampling=sampling_pb2.Sampling(temperature=0.0, raw_log_probs=True),
-        limits=sampling_pb2.Limits(max_tokens=tokens),
-        visibility=sampling_pb2.VISIBILITY_SEQUENTIAL,
-    )
-    turns = [prompt_pb2.ChatMessage(role="user", content="a b c")]
-    request = rollout_pb2.GenerateRequest(prompt=prompt_pb2.Prompt(messages=turns), decoding=spec)
-    with rpc_errors():
-        async for event in stub.Generate(request, timeout=LONG):
-            if started is not None:
-                started.set()
-            if event.HasField("trajectory"):
-                return event.trajectory
-    raise AssertionError("no trajectory")
-
-
-async def mid_decode(stub: Any, tokens: int) -> asyncio.Task[trajectory_pb2.Trajectory]:
-    """A generation that has got its first tokens."""
-    started = asyncio.Event()
-    task = asyncio.create_task(generate(stub, tokens, started))
-    async with asyncio.timeout(LONG):
-        await started.wait()
-    return task
-
-
 def check(trajectory: trajectory_pb2.Trajectory, policy: policy_pb2.PolicyRef, seed: int) -> None:
     """It is of this policy, and each of its tokens is as probable as the model of this seed says."""
     assert trajectory.policy == policy
@@ -121,16 +88,6 @@ def check(trajectory: trajectory_pb2.Trajectory, policy: policy_pb2.PolicyRef, s
     said = torch.tensor(list(trajectory.raw_log_probs))[-len(tokens) + begin :]
     expected = log_probs[begin - 1 : -1].gather(-1, tokens[begin:, None])[:, 0]
     torch.testing.assert_close(said, expected, atol=1e-4, rtol=0)
-
-
-async def check_sound(stub: Any) -> None:
-    """At idle nothing is held and nothing is lost."""
-    async with asyncio.timeout(LONG):
-        while True:
-            told = await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest(audit=True))
-            if told.running == 0 and told.pages_used == 0:
-                break
-    assert list(told.audit_problems) == []
 
 
 @pytest.mark.parametrize("mode", [rollout_pb2.IN_FLIGHT_DRAIN, rollout_pb2.IN_FLIGHT_ABORT])

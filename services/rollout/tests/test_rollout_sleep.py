@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from npr.types.v1 import policy_pb2, prompt_pb2, sampling_pb2, trajectory_pb2
+from npr.types.v1 import trajectory_pb2
 from npr_common.errors import DataLossError, FailedPreconditionError, UnavailableError
 from npr_common.rpc import connect, rpc_errors
 from npr_common.testing.servers import running_server
@@ -24,6 +25,7 @@ from npr_rollout.service import RolloutService
 from npr_rollout.settings import BackendKind, RolloutSettings
 from npr_rollout.sglang.server import ServedModel
 from npr_rollout.sglang.transport import Transport
+from npr_rollout.testing.calls import LONG, generate, greedy, mid_decode, prompt, serve
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 from npr_rollout.testing.sglang_servers import settings_for, sglang_server
 
@@ -33,12 +35,13 @@ needs_sglang = [
     pytest.mark.skipif("NPR_SGLANG_PYTHON" not in os.environ, reason="NPR_SGLANG_PYTHON names no Python with SGLang"),
 ]
 
-LONG = 240.0
 DRAIN, ABORT = rollout_pb2.IN_FLIGHT_DRAIN, rollout_pb2.IN_FLIGHT_ABORT
 
 
 @pytest.fixture(params=[BackendKind.TORCH, pytest.param(BackendKind.SGLANG, marks=needs_sglang)])
-async def stub(request: pytest.FixtureRequest, peers: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+async def stub(
+    request: pytest.FixtureRequest, memory: Memory, peers: Any, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Any]:
     for name, value in {"DEVICE": "cpu", "ATTENTION_BACKEND": "torch_native", "POOL_TOKENS": "4096"}.items():
         monkeypatch.setenv(f"NPR_SGLANG_{name}", value)
     async with service(peers, request.param) as found:
@@ -55,13 +58,6 @@ async def service(peers: Any, backend: BackendKind) -> AsyncIterator[Any]:
         yield rollout_pb2_grpc.RolloutServiceStub(channel)
 
 
-async def serve(stub: Any, policy: policy_pb2.PolicyRef) -> rollout_pb2.ServePolicyResponse:
-    with rpc_errors():
-        request = rollout_pb2.ServePolicyRequest(policy=policy)
-        answer: rollout_pb2.ServePolicyResponse = await stub.ServePolicy(request, timeout=LONG)
-        return answer
-
-
 async def sleep(stub: Any, mode: int = DRAIN) -> int:
     """How many requests it has aborted."""
     with rpc_errors():
@@ -69,60 +65,50 @@ async def sleep(stub: Any, mode: int = DRAIN) -> int:
         return answer.aborted
 
 
-async def generate(stub: Any, tokens: int = 20, started: asyncio.Event | None = None) -> trajectory_pb2.Trajectory:
-    request = rollout_pb2.GenerateRequest(prompt=prompt("a b c"), decoding=decoding(tokens))
-    with rpc_errors():
-        async for event in stub.Generate(request, timeout=LONG):
-            if started is not None:
-                started.set()
-            if event.HasField("trajectory"):
-                return event.trajectory
-    raise AssertionError("no trajectory")
-
-
-async def mid_decode(stub: Any, tokens: int) -> asyncio.Task[trajectory_pb2.Trajectory]:
-    """A generation that has got its first tokens."""
-    started = asyncio.Event()
-    task = asyncio.create_task(generate(stub, tokens, started))
-    async with asyncio.timeout(LONG):
-        await started.wait()
-    return task
-
-
-def prompt(text: str) -> prompt_pb2.Prompt:
-    return prompt_pb2.Prompt(messages=[prompt_pb2.ChatMessage(role="user", content=text)])
-
-
-def decoding(tokens: int) -> sampling_pb2.DecodingSpec:
-    return sampling_pb2.DecodingSpec(
-        sampling=sampling_pb2.Sampling(temperature=0.0, raw_log_probs=True),
-        limits=sampling_pb2.Limits(max_tokens=tokens),
-        visibility=sampling_pb2.VISIBILITY_SEQUENTIAL,
-    )
-
-
 async def is_asleep(stub: Any) -> bool:
     status = await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest())
     return bool(status.asleep)
 
 
-def holds_memory() -> bool:
-    """Whether an engine is in this process, or a server beside it."""
-    gc.collect()
-    engines = [each for each in gc.get_objects() if type(each) is Engine]
-    servers = [child for child in psutil.Process().children() if "npr_sglang" in " ".join(child.cmdline())]
-    return bool(engines or servers)
+class Memory:
+    """What takes memory: engines in this process, and servers beside it. Other tests' own are not counted."""
+
+    def __init__(self) -> None:
+        self._engines = weakref.WeakSet(_engines())
+        self._servers = {server.pid for server in _servers()}
+
+    def is_held(self) -> bool:
+        """Whether there is any that was not there at first."""
+        gc.collect()
+        own = [engine for engine in _engines() if engine not in self._engines]
+        return bool(own) or any(server.pid not in self._servers for server in _servers())
 
 
-async def test_it_sleeps_and_wakes(stub: Any, publish: Any) -> None:
+@pytest.fixture
+def memory() -> Memory:
+    """It looks before the service is made."""
+    return Memory()
+
+
+def _engines() -> list[Engine]:
+    return [each for each in gc.get_objects() if type(each) is Engine]
+
+
+def _servers() -> list[psutil.Process]:
+    """Child processes; one that has ended, and whose end nobody has taken note of yet, is none."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "npr_sglang" in " ".join(child.cmdline())]
+
+
+async def test_it_sleeps_and_wakes(memory: Memory, stub: Any, publish: Any) -> None:
     first, second = publish("sleeper"), publish("sleeper", 1, seed=1)
     await serve(stub, first)
     before = await generate(stub)
     flying = await mid_decode(stub, 300)
-    assert holds_memory()
+    assert memory.is_held()
     assert await sleep(stub) == 0
     assert await is_asleep(stub)
-    assert not holds_memory()
+    assert not memory.is_held()
     assert (await flying).outcome == trajectory_pb2.OUTCOME_TRUNCATED  # it was let finish
     assert await sleep(stub, ABORT) == 0  # it does already
     with pytest.raises(UnavailableError, match="sleeps"):
@@ -141,7 +127,7 @@ async def test_it_sleeps_and_wakes(stub: Any, publish: Any) -> None:
 
 
 @pytest.mark.parametrize("stub", [BackendKind.TORCH], indirect=True)
-async def test_work_waits_for_an_engine_that_sleeps(stub: Any, publish: Any) -> None:
+async def test_work_waits_for_an_engine_that_sleeps(memory: Memory, stub: Any, publish: Any) -> None:
     policy = publish("waits")
     await serve(stub, policy)
     await sleep(stub)
@@ -149,7 +135,7 @@ async def test_work_waits_for_an_engine_that_sleeps(stub: Any, publish: Any) -> 
         request_id=f"job-{uuid.uuid4().hex[:12]}",
         prompts=[prompt("a b")],
         samples_per_prompt=2,
-        decoding=decoding(20),
+        decoding=greedy(20),
         policy=policy,
     )
     await stub.SubmitJob(job)
@@ -157,7 +143,7 @@ async def test_work_waits_for_an_engine_that_sleeps(stub: Any, publish: Any) -> 
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(watch), 3.0)  # several times as long as the worker waits for work
     assert await is_asleep(stub)
-    assert not holds_memory()
+    assert not memory.is_held()
     await serve(stub, policy)
     async with asyncio.timeout(LONG):
         assert (await watch).trajectories == 2
@@ -171,14 +157,14 @@ async def until_completed(stub: Any, job_id: str) -> rollout_pb2.Job:
     return job
 
 
-async def test_a_policy_that_can_not_be_served_does_not_wake_it(stub: Any, publish: Any) -> None:
+async def test_a_policy_that_can_not_be_served_does_not_wake_it(memory: Memory, stub: Any, publish: Any) -> None:
     good, wrong = publish("awake", seed=3), publish("nightmare", seed=1, canary_of=2)
     await serve(stub, good)
     await sleep(stub)
     with pytest.raises(DataLossError, match="canary"):
         await serve(stub, wrong)
     assert await is_asleep(stub)
-    assert not holds_memory()
+    assert not memory.is_held()
     await serve(stub, good)
     assert (await generate(stub)).policy == good
 

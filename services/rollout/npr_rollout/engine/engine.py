@@ -22,6 +22,7 @@ import torch
 
 from npr_common.dialects import Dialect
 from npr_common.errors import InternalError
+from npr_common.tokenizers import eos_ids
 from npr_rollout.engine.admission import resolve_limits
 from npr_rollout.engine.audit import audit
 from npr_rollout.engine.config import EngineConfig
@@ -81,9 +82,8 @@ class Engine:
         validator = fork_validator(tokenizer, dialect, partial(_can_ever_pay, self._pool))
         cues = validator.cues if validator is not None else None
         self._live = LiveTrajectories(dialect, cues, policy_version, clock, self._feeder.release)
-        self._growth = Growth(
-            self._live, eos_ids(model, tokenizer), validator, partial(_new_body, self._pool, self._vocab_size)
-        )
+        eos = eos_ids(tokenizer, getattr(model, "generation_config", None))
+        self._growth = Growth(self._live, eos, validator, partial(_new_body, self._pool, self._vocab_size))
         self._resolve_limits = partial(resolve_limits, config=self.config, context=self.context)
         self._counts: Counter[str] = Counter()
         self._seconds = Stopwatch()
@@ -193,10 +193,3 @@ def _can_ever_pay(pool: KvPool, trajectory: Trajectory, branches: int) -> bool:
 
 def _new_body(pool: KvPool, vocab_size: int) -> torch.Tensor:
     return pool.keys[0].new_zeros(vocab_size, dtype=torch.bool)
-
-
-def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """All ids that end a text, by the model's generation settings and by the tokenizer."""
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)

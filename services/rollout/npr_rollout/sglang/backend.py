@@ -15,6 +15,7 @@ import asyncio
 import logging
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from npr.types.v1 import policy_pb2
 from npr_common.errors import DataLossError, FailedPreconditionError, UnavailableError
+from npr_common.tokenizers import eos_ids
 from npr_rollout.backend import BetweenSteps
 from npr_rollout.canary import tolerance
 from npr_rollout.policy_loader import LoadedPolicy, PolicyLoader
@@ -36,7 +38,6 @@ from npr_rollout.sglang.settings import SglangSettings
 from npr_rollout.sglang.transport import Transport
 from npr_rollout.sglang.weights import PARTIAL, make_weights
 from npr_rollout.swap import Build
-from npr_sglang.contract import BACKEND
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,13 @@ class SglangBackend:
         self._served: policy_pb2.PolicyRef | None = None
         self._changing = threading.Lock()
 
-    @property
-    def can_sleep(self) -> bool:
+    def check_can_sleep(self) -> None:
         """See `EngineBackend`. A server that others run can't be ended to that end."""
-        return self._settings.memory_saver or not self._settings.url
+        if self._settings.url and not self._settings.memory_saver:
+            raise FailedPreconditionError(
+                "The SGLang server is not this service's to end: start it with --enable-memory-saver, and say so with "
+                "NPR_SGLANG_MEMORY_SAVER=true."
+            )
 
     async def prepare(self, ref: policy_pb2.PolicyRef, between_steps: BetweenSteps) -> Build:
         """See `EngineBackend`. The first policy starts the server; others are loaded when they are due."""
@@ -92,7 +96,7 @@ class SglangBackend:
             try:
                 running.make_serve(policy)
                 _check_canary(policy, model, running.transport, self._settings)
-                limits = self._limits(model, running.transport)
+                limits = running.limits(model, self._rollout)
             except UnavailableError:
                 self._end_running()
                 raise
@@ -140,19 +144,6 @@ class SglangBackend:
         if running is not None:
             running.end()
 
-    def _limits(self, model: _Model, transport: Transport) -> ServerLimits:
-        told = transport.ask(lambda client: client.info())
-        return ServerLimits(
-            context=model.context,
-            vocab_size=model.vocab_size,
-            pool_tokens=int(told["max_total_num_tokens"]),
-            input_tokens=int(told["max_req_input_len"]),
-            max_running=self._rollout.max_running,
-            max_branches=self._rollout.max_branches,
-            max_blocks=self._rollout.max_blocks,
-            native=told.get("radix_cache_backend") == BACKEND,
-        )
-
 
 class _Model:
     """What a policy's files say of its model."""
@@ -163,7 +154,7 @@ class _Model:
         self.context = int(config.max_position_embeddings)
         self.vocab_size = int(config.vocab_size)
         self.dtype: torch.dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-        self.eos = _eos(policy)
+        self.eos = eos_ids(policy.tokenizer, _generation_config(policy.folder))
         self.built_as = {name: value for name, value in config.to_dict().items() if name not in _ABOUT_FILES}
 
 
@@ -204,6 +195,17 @@ class _Running:
             self.transport.ask(lambda client: client.mark(PARTIAL))
         if served != _stamp(policy):
             self._weights.load(policy.folder, _stamp(policy))
+
+    def limits(self, model: _Model, rollout: RolloutSettings) -> ServerLimits:
+        """Its sizes."""
+        return ServerLimits.told(
+            self.transport.ask(lambda client: client.info()),
+            context=model.context,
+            vocab_size=model.vocab_size,
+            max_running=rollout.max_running,
+            max_branches=rollout.max_branches,
+            max_blocks=rollout.max_blocks,
+        )
 
     def sleep(self) -> None:
         """Give back the memory but keep the process. Raises UnavailableError when the server does not answer."""
@@ -253,10 +255,7 @@ def _dtype(name: str, model: _Model) -> torch.dtype:
     return dtype
 
 
-def _eos(policy: LoadedPolicy) -> frozenset[int]:
-    """All ids that end a text, by the model's generation settings and by the tokenizer."""
-    configured: Any = None
-    if policy.folder is not None and (policy.folder / "generation_config.json").exists():
-        configured = GenerationConfig.from_pretrained(str(policy.folder), local_files_only=True).eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in [*ids, policy.tokenizer.eos_token_id] if token is not None)
+def _generation_config(folder: Path) -> Any:
+    """A policy's generation settings; None without any."""
+    has_any = (folder / "generation_config.json").exists()
+    return GenerationConfig.from_pretrained(str(folder), local_files_only=True) if has_any else None

@@ -9,12 +9,14 @@ All sizes are in tokens: the server's pages hold one each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from npr_rollout.record.ledger import ResolvedLimits
 from npr_rollout.record.request import Request, SamplingParams
 from npr_rollout.record.trajectory import Trajectory
+from npr_sglang.contract import BACKEND
 
 _SPARE = 4  # the token beyond the last one that the server makes room for, and what it draws to seal
 _WEIGHT = 0.05  # of the latest trajectory in a mean
@@ -41,6 +43,29 @@ class ServerLimits:
     max_branches: int
     max_blocks: int
     native: bool = True
+
+    @classmethod
+    def told(
+        cls,
+        info: Mapping[str, Any],
+        *,
+        context: int,
+        vocab_size: int,
+        max_running: int,
+        max_branches: int,
+        max_blocks: int,
+    ) -> ServerLimits:
+        """The sizes of a server that says `info` of itself (`SglangClient.info`)."""
+        return cls(
+            context=context,
+            vocab_size=vocab_size,
+            pool_tokens=int(info["max_total_num_tokens"]),
+            input_tokens=int(info["max_req_input_len"]),
+            max_running=max_running,
+            max_branches=max_branches,
+            max_blocks=max_blocks,
+            native=info.get("radix_cache_backend") == BACKEND,
+        )
 
     def resolve(self, request: Request) -> tuple[ResolvedLimits, str]:
         """Limits with defaults filled in, and why they can never be granted (empty when they can)."""

@@ -21,11 +21,11 @@ import torch
 
 from npr_common.dialects import load_dialect
 from npr_common.tags import TagIds
-from npr_common.tokenizers import add_tag_tokens
+from npr_common.tokenizers import add_tag_tokens, eos_ids
 from npr_common.topology import Topology, topology
 from npr_rollout.backend import DecodingEngine
 from npr_rollout.engine.config import EngineConfig
-from npr_rollout.engine.engine import Engine, eos_ids
+from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.sampling import RandomSampler, Samples
 from npr_rollout.record.request import FinishedEvent, Request, Result, SamplingParams
 from npr_rollout.record.script import Script
@@ -44,7 +44,7 @@ DTYPE = os.environ.get("NPR_SGLANG_DTYPE", "float32")
 """Type that the server computes in; the reference is computed in float32, from the same rounded weights."""
 _HIDDEN = 256 if "NPR_SGLANG_DEVICE" in os.environ else 64  # a GPU's attention kernels want heads of 64
 MODEL = tiny_model("qwen3", TOKENIZER, 2, hidden=_HIDDEN).to(getattr(torch, DTYPE)).float()
-EOS = eos_ids(MODEL, TOKENIZER)
+EOS = eos_ids(TOKENIZER, MODEL.generation_config)
 TOLERANCE = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.4}[DTYPE]
 """How far a log-probability may be off the reference, in nats."""
 POOL_TOKENS = 3072
@@ -103,12 +103,10 @@ def in_process(config: EngineConfig) -> Make:
 
 def on_server(server: Transport) -> Make:
     """Makes engines on a server."""
-    told = server.ask(lambda client: client.info())
-    limits = ServerLimits(
+    limits = ServerLimits.told(
+        server.ask(lambda client: client.info()),
         context=MODEL.config.max_position_embeddings,
         vocab_size=len(TOKENIZER),
-        pool_tokens=int(told["max_total_num_tokens"]),
-        input_tokens=int(told["max_req_input_len"]),
         max_running=64,
         max_branches=16,
         max_blocks=16,
@@ -176,7 +174,9 @@ def check_against_reference(result: Result, tags: TagIds, *, greedy: Collection[
         row = expected[shape.predecessors[place]]
         assert abs(float(row[result.token_ids[place]]) - result.raw_log_probs[index]) <= TOLERANCE
         if place in greedy:
-            assert float(row[result.token_ids[place]]) >= float(row.max()) - TOLERANCE
+            is_likeliest = int(row.argmax()) == result.token_ids[place]
+            is_near = DTYPE != "float32" and float(row.max() - row[result.token_ids[place]]) <= TOLERANCE
+            assert is_likeliest or is_near
 
 
 def requests_of(trees: Mapping[str, Tree], sampling: SamplingParams = GREEDY) -> list[Request]:
