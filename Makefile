@@ -12,7 +12,7 @@ STAMP := $(VENV)/.ready
 # Spinning OpenMP threads make small models several times slower where cores are shared.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help setup demo test real test-real test-sglang test-sglang-recipe lint protos clean
+.PHONY: help setup demo test real test-real test-sglang lint protos clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,10 +37,7 @@ test-real: real ## the tests on the small real model
 	$(BIN)/pytest -q -m real_model
 
 test-sglang: setup ## the tests on an SGLang server on the CPU (makes an environment for it once, outside of the checkout)
-	NPR_SGLANG_PYTHON=$$(bash scripts/setup-sglang.sh "$(PYTHON)") $(BIN)/pytest -q -m "sglang and not slow"
-
-test-sglang-recipe: setup ## the tiny recipe with rollouts on an SGLang server, and a server without the plug-in
-	NPR_SGLANG_PYTHON=$$(bash scripts/setup-sglang.sh "$(PYTHON)") $(BIN)/pytest -q -m "sglang and slow"
+	NPR_SGLANG_PYTHON=$$(bash scripts/setup-sglang.sh "$(PYTHON)") $(BIN)/pytest -q -m sglang
 
 lint: setup ## ruff, mypy strict, buf, stub drift
 	$(BIN)/ruff check .

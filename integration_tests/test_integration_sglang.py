@@ -78,21 +78,26 @@ def test_a_server_without_the_plug_in_joins_by_text_and_says_so(tmp_path: Path) 
     prompt = ("--model", "bundled:tiny-npr", "--prompt", "max of a=4*3+8, b=3*2+9", "--raw-log-probs")
     with stack(tmp_path, PLUGIN="false") as npr:
         npr("submit", *prompt, "--samples", "6", "--job-id", "plain", "--watch", "--json")
-        groups = [
-            json.loads(line) for line in npr("trajectories", "jobs", "--channel", "plain", "--json")[0].splitlines()
-        ]
-        names = [f"{group['group_id']}/{index}" for group in groups for index in range(6)]
-        found = [json.loads(npr("show", name, "--json")[0])["trajectory"] for name in names]
-        drawn = npr("show", names[0])[0]
-        refused = npr("submit", *prompt, "--top-p", "0.5", "--job-id", "cut", "--watch", code=None)
+        found = trajectories(npr, "plain")
+        drawn = npr("show", found[0]["trajectory_id"])[0]
+        npr("submit", *prompt, "--top-p", "0.5", "--job-id", "cut", "--watch", code=None)
+        (refused,) = trajectories(npr, "cut")
     joined = [trajectory for trajectory in found if trajectory.get("textual_joins")]
     assert joined
     assert ("not native" in drawn) == (found[0] in joined)
-    assert "without the plug-in can't do top_p" in "".join(refused)
+    assert refused["outcome"] == "OUTCOME_REFUSED"
+    assert "without the plug-in can't do top_p" in refused["message"]
     for trajectory in found:
         assert trajectory["outcome"] == "OUTCOME_COMPLETED"
         assert trajectory.get("textual_joins", 0) == len(trajectory["ledger"].get("blocks", []))
         check_as_text(trajectory)
+
+
+def trajectories(npr: NprCommand, job: str) -> list[dict[str, Any]]:
+    """A job's trajectories, whole."""
+    groups = map(json.loads, npr("trajectories", "jobs", "--channel", job, "--json")[0].splitlines())
+    names = [f"{group['group_id']}/{index}" for group in groups for index in range(group["sample_count"])]
+    return [json.loads(npr("show", name, "--json")[0])["trajectory"] for name in names]
 
 
 def check_as_text(trajectory: dict[str, Any]) -> None:
