@@ -24,11 +24,11 @@ from npr_rollout.engine.scripted import ScriptedSampler
 from npr_rollout.record.outcomes import Outcome, Visibility
 from npr_rollout.record.request import FinishedEvent, Limits, Request
 from npr_rollout.record.script import Script
-from npr_rollout.sglang.client import Ended, Tokens
 from npr_rollout.sglang.engine import SglangEngine
 from npr_rollout.sglang.limits import ServerLimits
 from npr_rollout.sglang.server import ServedModel
 from npr_rollout.sglang.transport import Transport
+from npr_rollout.sglang.wire import Ended, Tokens
 from npr_rollout.testing.sglang_servers import settings_for, sglang_server
 from npr_rollout.testing.trees import Tree
 

@@ -1,125 +1,29 @@
-"""The wire to an SGLang server: requests out, tokens in.
+"""An SGLang server: streams of tokens, and the control of what it serves.
 
 Invariants:
 - It knows streams of tokens; nothing of trajectories.
 - Every stream that was begun ends in one `Ended`, whatever becomes of the server.
+- An abort reaches its stream: it is told once the server knows the stream, which would not heed an earlier one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 from torch import Tensor
 
 from npr_common.errors import FailedPreconditionError, UnavailableError
-from npr_rollout.record.request import SamplingParams
-from npr_rollout.record.trajectory import Drawn
-from npr_sglang.contract import EVICTED, INVALID, KEY, NO_ROOM, Params
+from npr_rollout.sglang.wire import Answer, Ask, Ended, Tokens, body_of
 
-_RAW = "npr_raw_log_probs"
-_ALL_TOKENS = -1  # what the server takes for no top_k
 _CONTROL_SECONDS = 600.0
 _INFO_SECONDS = 60.0
 _ABORT_SECONDS = 10.0
 _KEEPALIVE_SECONDS = 1.0  # less than the server's 5: it must not close a connection that is taken up again
-
-
-class End(Enum):
-    """Why a stream ended."""
-
-    STOPPED = "stopped"
-    """At one of its stop ids."""
-    LENGTH = "length"
-    """It has as many tokens as it asked for."""
-    ABORTED = "aborted"
-    """Somebody aborted it."""
-    EVICTED = "evicted"
-    """A branch that it stands on is not in the cache any more."""
-    NO_ROOM = "no_room"
-    """It never fits into the server's pool."""
-    REFUSED = "refused"
-    """The server takes it for wrong."""
-    LOST = "lost"
-    """The server does not answer any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A stream to be decoded.
-
-    Attributes:
-        name: unique; `abort` takes its beginning.
-        tokens: all of its input.
-        stop: ids after which it ends.
-        params: for the plug-in; None where the server has none.
-        at_once: whether each token is to be told as it comes, not some at a time.
-    """
-
-    name: str
-    tokens: list[int]
-    max_tokens: int
-    stop: tuple[int, ...]
-    sampling: SamplingParams
-    params: Params | None
-    at_once: bool = False
-
-    def body(self) -> dict[str, Any]:
-        """As the server takes it."""
-        sampling = {
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "top_k": self.sampling.top_k or _ALL_TOKENS,
-            "min_p": self.sampling.min_p,
-            "max_new_tokens": self.max_tokens,
-            "stop_token_ids": list(self.stop),
-            "ignore_eos": not self.stop,
-        }
-        if self.at_once:
-            sampling["stream_interval"] = 1
-        if self.params is not None:
-            sampling["custom_params"] = {KEY: self.params.to_dict()}
-        return {
-            "rid": self.name,
-            "input_ids": self.tokens,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "stream": True,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New tokens of a stream.
-
-    Attributes:
-        input_tokens: with the first ones: of its input, `cached_tokens` of which the server did not have to compute.
-    """
-
-    name: str
-    drawn: list[Drawn]
-    input_tokens: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of a stream.
-
-    Attributes:
-        retractions: how often the server took its memory away and computed it again.
-    """
-
-    name: str
-    end: End
-    message: str = ""
-    retractions: int = 0
-
 
 Sink = Callable[[Tokens | Ended], None]
 
@@ -134,6 +38,7 @@ class SglangClient:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             read_bufsize=1 << 20,
         )
+        self._known: dict[str, asyncio.Event] = {}  # set once the server knows the stream of that name
 
     async def close(self) -> None:
         """Close all connections."""
@@ -141,33 +46,34 @@ class SglangClient:
 
     # --- decoding ---
 
-    async def stream(self, ask: Ask, sink: Sink) -> None:
-        """Decode; the sink gets what comes, and the end."""
-        ended = Ended(ask.name, End.LOST, "The server closed the stream.")
+    async def stream(self, asks: Sequence[Ask], sink: Sink) -> None:
+        """Decode streams that begin together; the sink gets what comes of each, and its end."""
+        answer, known, why = Answer(asks), asyncio.Event(), "The server closed the stream."
+        self._known |= dict.fromkeys((ask.name for ask in asks), known)
         try:
-            async with self._session.post(f"{self.url}/generate", json=ask.body()) as answer:
-                if answer.status != 200:
-                    ended = Ended(ask.name, *_refusal(await answer.text()))
-                    return
-                taken = 0
-                async for message in _messages(answer):
-                    drawn, end = _read(ask.name, message, taken)
-                    if drawn:
-                        sink(Tokens(ask.name, drawn, *(_input(message) if not taken else ())))
-                    taken += len(drawn)
-                    if end is not None:
-                        ended = end
+            async with self._session.post(f"{self.url}/generate", json=body_of(asks)) as response:
+                known.set()
+                if response.status != 200:
+                    _pass_on(answer.refused(await response.text()), sink)
+                async for message in _messages(response):
+                    _pass_on(answer.take(message), sink)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            ended = Ended(ask.name, End.LOST, f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
         finally:
-            sink(ended)
+            known.set()
+            for ask in asks:
+                del self._known[ask.name]
+            _pass_on(answer.lost(why), sink)
 
-    async def abort(self, prefix: str) -> None:
-        """Abort all streams whose names begin so. Says nothing: their ends do, or the server is gone."""
-        try:
-            await self._post("/abort_request", {"rid": prefix}, _ABORT_SECONDS)
-        except UnavailableError:
-            return
+    async def abort(self, names: Iterable[str]) -> None:
+        """Abort streams. Says nothing: their ends do, or the server is gone."""
+        await asyncio.gather(*map(self._abort, names))
+
+    async def _abort(self, name: str) -> None:
+        if (known := self._known.get(name)) is not None:
+            await known.wait()
+            with contextlib.suppress(UnavailableError):
+                await self._post("/abort_request", {"rid": name}, _ABORT_SECONDS)
 
     # --- control ---
 
@@ -284,49 +190,17 @@ def _why(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _pass_on(items: Iterable[Tokens | Ended], sink: Sink) -> None:
+    for item in items:
+        sink(item)
+
+
 async def _messages(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
     """The server-sent events of an answer."""
     async for line in answer.content:
         if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
             message: dict[str, Any] = json.loads(line[6:])
             yield message
-
-
-def _read(name: str, message: Mapping[str, Any], taken: int) -> tuple[list[Drawn], Ended | None]:
-    """New tokens of a message, and the end. A server may tell all tokens each time, `taken` of which are known."""
-    if "error" in message:
-        return [], Ended(name, *_refusal(json.dumps(message)))
-    meta = message["meta_info"]
-    log_probs = meta.get("output_token_logprobs") or []
-    raw = meta.get(_RAW) or [0.0] * len(log_probs)
-    drawn = [Drawn(token, log_prob, float(r or 0.0)) for (log_prob, token, *_), r in zip(log_probs, raw, strict=False)]
-    new = int(meta.get("completion_tokens", taken + len(drawn))) - taken
-    drawn = drawn[max(0, len(drawn) - new) :]
-    reason = meta.get("finish_reason")
-    if reason is None:
-        return drawn, None
-    end = {"stop": End.STOPPED, "length": End.LENGTH}.get(reason["type"], End.ABORTED)
-    text = str(reason.get("message") or "")
-    if end is End.ABORTED:
-        end = _kind(text, End.ABORTED)
-    return drawn, Ended(name, end, text, int(meta.get("num_retractions") or 0))
-
-
-def _input(message: Mapping[str, Any]) -> tuple[int, int]:
-    """How many tokens the server was given, and how many of them it had keys and values of."""
-    meta = message["meta_info"]
-    return int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
-
-
-def _refusal(text: str) -> tuple[End, str]:
-    return _kind(text, End.REFUSED), text[:500]
-
-
-def _kind(text: str, otherwise: End) -> End:
-    for mark, end in ((EVICTED, End.EVICTED), (NO_ROOM, End.NO_ROOM), (INVALID, End.REFUSED)):
-        if mark in text:
-            return end
-    return otherwise
 
 
 async def wait_until_healthy(client: SglangClient, is_alive: Callable[[], bool], seconds: float) -> None:

@@ -35,10 +35,11 @@ from npr_rollout.record.script import Script
 from npr_rollout.record.trajectory import Trajectory
 from npr_rollout.record.validation import ForkValidator, fork_validator
 from npr_rollout.record.waiting_line import WaitingLine
-from npr_rollout.sglang.client import Ended, SglangClient, Tokens
+from npr_rollout.sglang.client import SglangClient
 from npr_rollout.sglang.journey import Journey, StopIds
 from npr_rollout.sglang.limits import Expectations, ServerLimits
 from npr_rollout.sglang.transport import Transport
+from npr_rollout.sglang.wire import Ended, Tokens
 from npr_rollout.status import EngineStatus
 from npr_sglang.contract import STATE_KEY
 
@@ -230,8 +231,7 @@ class SglangEngine:
 
     def _go_on(self, journey: Journey) -> None:
         """Tell the server what is not wanted any more, and ask for what is."""
-        for name in journey.unwanted():
-            self._transport.abort(name)
+        self._transport.abort(journey.unwanted())
         if self._alone is None and journey.evictions > _PATIENCE:
             self._alone = journey
         if self._alone is journey or (self._alone is None and self._may_go_on(journey)):
@@ -279,8 +279,7 @@ class _Release:
         if journey is None:
             return  # it still waited
         trajectory.peak_pages = trajectory.length  # a page holds one token, and a record never shrinks
-        if any(stream.ended is None for stream in journey.streams):
-            self._transport.abort(f"{journey.name}.")
+        self._transport.abort([stream.ask.name for stream in journey.streams if stream.ended is None])
 
 
 async def _counters(client: SglangClient) -> dict[str, float]:

@@ -24,7 +24,7 @@ from npr_rollout.record.outcomes import BranchStop
 from npr_rollout.record.request import SamplingParams
 from npr_rollout.record.script import Script
 from npr_rollout.record.trajectory import Block, Drawn, Span, Trajectory
-from npr_rollout.sglang.client import Ask, End, Ended
+from npr_rollout.sglang.wire import Ask, End, Ended
 from npr_sglang.contract import FREE, Context, Params
 from npr_sglang.contract import Block as ContextBlock
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from npr_rollout.sglang.client import Ask, Ended, SglangClient, Tokens
+from npr_rollout.sglang.client import SglangClient
+from npr_rollout.sglang.wire import Ask, Ended, Tokens
 
 T = TypeVar("T")
 
@@ -37,14 +38,15 @@ class Transport:
         self._thread.start()
         self._client = self._run(lambda: _connect(url), _CLOSE_SECONDS)
 
-    def begin(self, asks: Iterable[Ask]) -> None:
-        """Begin streams."""
-        for ask in asks:
-            self._loop.call_soon_threadsafe(self._begin, ask)
+    def begin(self, asks: Sequence[Ask]) -> None:
+        """Begin streams, together."""
+        if asks:
+            self._loop.call_soon_threadsafe(self._begin, asks)
 
-    def abort(self, prefix: str) -> None:
-        """Abort the streams whose names begin so."""
-        self._loop.call_soon_threadsafe(self._spawn, lambda: self._client.abort(prefix))
+    def abort(self, names: Sequence[str]) -> None:
+        """Abort streams."""
+        if names:
+            self._loop.call_soon_threadsafe(self._spawn, lambda: self._client.abort(names))
 
     def ask(self, question: Callable[[SglangClient], Awaitable[T]], seconds: float | None = None) -> T:
         """The answer to a question to the server. Raises what the client raises, TimeoutError when it takes longer."""
@@ -67,8 +69,8 @@ class Transport:
         finally:
             future.cancel()  # nobody waits for it any more
 
-    def _begin(self, ask: Ask) -> None:
-        self._spawn(lambda: self._client.stream(ask, self.arrivals.put))
+    def _begin(self, asks: Sequence[Ask]) -> None:
+        self._spawn(lambda: self._client.stream(asks, self.arrivals.put))
 
     def _spawn(self, function: Callable[[], Awaitable[None]]) -> None:
         async def run() -> None:

@@ -1,0 +1,107 @@
+"""Streams of an SGLang server: an abort reaches each of them, and an error ends those that it is about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from npr_common.tags import Role
+from npr_rollout.record.outcomes import Outcome
+from npr_rollout.record.request import FinishedEvent, Limits, Request
+from npr_rollout.record.script import Script
+from npr_rollout.sglang.transport import Transport
+from npr_rollout.sglang.wire import Ask, End, Ended, Tokens
+from npr_rollout.testing.conformance import GREEDY, POOL_TOKENS, SECONDS, TOKENIZER, check_idle, on_server
+from npr_rollout.testing.trees import Tree, TreeMaker
+from npr_sglang.contract import Block, Context, Params
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+MAKER = TreeMaker(TOKENIZER, 5)
+LONG = 700
+
+
+def ask(name: str, input_tokens: int = 20, max_tokens: int = LONG, context: Context | None = None) -> Ask:
+    params = Params(context=context or Context())
+    return Ask(name, MAKER.words(input_tokens)[:input_tokens], max_tokens, (), GREEDY, params, at_once=True)
+
+
+def begin(server: Transport, *asks: Ask) -> list[str]:
+    """Begins streams together; their names."""
+    server.begin(asks)
+    return [each.name for each in asks]
+
+
+def ends_of(server: Transport, names: Sequence[str], after: Callable[[], None] | None = None) -> list[End]:
+    """How streams end. `after` is called once each has told its first token."""
+    ends: dict[str, End] = {}
+    begun: set[str] = set()
+    while len(ends) < len(names):
+        arrival = server.arrivals.get(timeout=SECONDS)
+        begun.add(arrival.name)
+        if isinstance(arrival, Ended):
+            assert arrival.name not in ends
+            ends[arrival.name] = arrival.end
+        if after is not None and len(begun) == len(names):
+            after()
+            after = None
+    return [ends[name] for name in names]
+
+
+def test_an_abort_reaches_streams_that_decode(server: Transport) -> None:
+    names = begin(server, *(ask(f"decode.{i}.") for i in range(3)))
+    ends = ends_of(server, names, lambda: server.abort(names[:2]))
+    assert ends == [End.ABORTED, End.ABORTED, End.LENGTH]
+
+
+def test_an_abort_reaches_streams_that_have_just_been_begun(server: Transport) -> None:
+    """It waits until the server knows them: one that comes before is not heeded."""
+    for turn in range(20):
+        names = begin(server, *(ask(f"race{turn}.{i}.") for i in range(2)))
+        server.abort(names)
+        assert ends_of(server, names) == [End.ABORTED, End.ABORTED]
+
+
+def test_one_of_a_batch_can_be_refused_alone(server: Transport) -> None:
+    unsound = Context((Block(5, (100,)),))
+    names = begin(server, ask("sound.", max_tokens=5), ask("unsound.", max_tokens=5, context=unsound))
+    assert ends_of(server, names) == [End.LENGTH, End.REFUSED]
+
+
+def test_a_batch_that_is_refused_as_a_whole_ends_as_a_whole(server: Transport) -> None:
+    names = begin(server, ask("short.", max_tokens=5), ask("long.", input_tokens=POOL_TOKENS + 100))
+    assert ends_of(server, names) == [End.REFUSED, End.REFUSED]
+    assert ends_of(server, begin(server, ask("next.", max_tokens=5))) == [End.LENGTH]
+
+
+@pytest.mark.parametrize("by", ["abort", "deadline"])
+def test_the_end_of_a_trajectory_ends_its_streams(server: Transport, by: str) -> None:
+    """In the middle of a block of long branches: what the server decodes for nobody takes room from all others."""
+    tree = long_tree(branches=4, words=LONG // 2)
+    engine = on_server(server)({by: Script.of(tree.token_ids, tree.prompt_length, MAKER.tags)})
+    deadline = time.monotonic() + 1.0 if by == "deadline" else None
+    engine.submit(Request(by, tree.prompt, GREEDY, Limits(max_tokens=len(tree.token_ids)), deadline=deadline))
+    results = []
+    while not results:
+        results += [event.result for event in engine.step() if isinstance(event, FinishedEvent)]
+        if by == "abort" and engine.status().forks:
+            engine.abort(by)
+    assert engine.status().forks == 1
+    assert results[0].outcome is (Outcome.ABORTED if by == "abort" else Outcome.DEADLINE)
+    late: list[Tokens | Ended] = []
+    while sum(isinstance(arrival, Ended) for arrival in late) < 4:
+        late.append(server.arrivals.get(timeout=SECONDS))
+    assert {arrival.end for arrival in late if isinstance(arrival, Ended)} == {End.ABORTED}
+    check_idle(engine)
+
+
+def long_tree(branches: int, words: int) -> Tree:
+    """One block of branches of so many words each."""
+    short = MAKER.tree(blocks=1, branches=branches, longest=1)
+    close = MAKER.tags.close(Role.STEP)
+    ids = list(short.prompt)
+    for token in short.token_ids[short.prompt_length :]:
+        ids += [*MAKER.words(words), token] if token == close else [token]
+    return Tree(tuple(ids), short.prompt_length)
