@@ -135,6 +135,8 @@ def _arguments(model: ServedModel, port: int, settings: SglangSettings) -> list[
         "--log-level": "warning",
     }
     switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+    if settings.device == "cpu":  # nothing runs beside the host there; a token would be told a step late
+        switches.append("--disable-overlap-schedule")
     if settings.device == "cuda" and not settings.cuda_graphs:
         switches.append("--disable-cuda-graph")
     if settings.memory_saver:
