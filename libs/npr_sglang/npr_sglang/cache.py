@@ -12,8 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
-from array import array
 from abc import abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,7 +156,7 @@ class ForkJoinCache(UnifiedRadixCache):
     # --- keeping ---
 
     def keep_own(self, req: Any, state: State, length: int) -> None:
-        """Keep a request's own tokens in the tree, up to its first `length` tokens; they were computed behind its context."""
+        """Keep those of a request's first `length` tokens that are its own; they were computed behind its context."""
         base = state.params.context.length
         if length <= base:
             return

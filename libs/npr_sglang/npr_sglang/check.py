@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import sys
 from typing import Any
 
 from npr_sglang.errors import PluginError
@@ -72,5 +73,16 @@ def _unsuitable(context: Any) -> list[str]:
     return [f"it does not work with {what}" for what, is_so in found.items() if is_so]
 
 
+def main() -> int:
+    """`python -m npr_sglang.check`: look at the installed SGLang, without a server; 1 if the plug-in can't work in it."""
+    try:
+        release = check_release()
+    except PluginError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"npr_sglang finds all that it counts on: {len(release.targets)} targets\n")
+    return 0
+
+
 if __name__ == "__main__":
-    print(f"npr_sglang finds all that it counts on: {len(check_release().targets)} targets")
+    sys.exit(main())

@@ -33,7 +33,8 @@ def test_the_installed_release_has_all_that_the_table_counts_on() -> None:
 
 @pytest.mark.parametrize("version", ["0.5.19", "0.6.0", "0.5.23.post1"])
 def test_an_unknown_release_is_refused_by_name(version: str) -> None:
-    with pytest.raises(PluginError, match=rf"knows SGLang 0\.5\.20 and 0\.5\.23, but {version} is installed: install one"):
+    told = rf"knows SGLang 0\.5\.20 and 0\.5\.23, but {version} is installed: install one of these"
+    with pytest.raises(PluginError, match=told):
         releases.release_of(version)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 from npr_sglang.cache import ForkJoinCache, Place, in_line
