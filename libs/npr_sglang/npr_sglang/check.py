@@ -74,7 +74,7 @@ def _unsuitable(context: Any) -> list[str]:
 
 
 def main() -> int:
-    """`python -m npr_sglang.check`: look at the installed SGLang, without a server; 1 if the plug-in can't work in it."""
+    """`python -m npr_sglang.check`: look at SGLang without a server; 1 if the plug-in can't work in it."""
     try:
         release = check_release()
     except PluginError as error:
