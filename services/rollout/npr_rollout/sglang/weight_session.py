@@ -1,6 +1,7 @@
 """A session of weight updates, which newer releases of SGLang want around tensors that are handed over.
 
-A release that has no sessions answers 404, and needs none. One that was left open, by a process that died, is closed.
+A release that has no sessions answers 404, and needs none. A session is left open after an error: the server may not
+answer any more, and what it has is stamped as partial. The next one closes it first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import aiohttp
 
-from npr_common.errors import FailedPreconditionError, NprError, UnavailableError
+from npr_common.errors import FailedPreconditionError, UnavailableError
 from npr_rollout.sglang.client import SglangClient
 from npr_rollout.sglang.transport import Transport
 
@@ -32,12 +33,7 @@ def weight_session(transport: Transport) -> Iterator[None]:
         yield
         return
     transport.ask(lambda client: _must(client, _BEGIN))
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(NprError):  # what went wrong before says more
-            transport.ask(lambda client: _must(client, _END))
-        raise
+    yield
     transport.ask(lambda client: _must(client, _END))
 
 
