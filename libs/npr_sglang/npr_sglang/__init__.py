@@ -10,5 +10,7 @@ it may see is told by its `Context` (`contract.py`): blocks of branches in the s
   (`hooks.py`);
 - draws tokens by the rules of `npr_sampling`, as the engine does (`sampler.py`).
 
+What differs between releases of SGLang is in `releases/`; all else is the same for each of them.
+
 `contract.py` imports nothing but the standard library: clients use it too.
 """

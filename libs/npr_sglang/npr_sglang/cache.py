@@ -1,4 +1,4 @@
-"""The server's radix cache, with contexts of joined blocks.
+"""The server's radix cache, with contexts of joined blocks: what is the same in all releases (`releases/`).
 
 Invariants:
 - A context is put in line as a whole or not at all: every branch is in the cache up to its last token, or the request
@@ -12,7 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +31,21 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from npr_sglang.contract import EVICTED, NO_ROOM
+from npr_sglang.contract import EVICTED, NO_ROOM, Context
 from npr_sglang.counters import COUNTERS
 from npr_sglang.requests import State, abort, state_of
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request with a context stands in the tree: the last node of every branch, and that of its own tokens."""
+    """Where a request with a context stands in the tree.
 
+    Attributes:
+        context: what its input begins with.
+        nodes: the last node of every branch, and that of its own tokens.
+    """
+
+    context: Context
     nodes: tuple[Any, ...]
 
 
@@ -90,25 +98,36 @@ class ForkJoinCache(UnifiedRadixCache):
 
     def _stitch(self, params: MatchPrefixParams, state: State) -> MatchResult:
         found = [self._find(params.key, part.tokens, part.namespace) for part in state.parts]
-        if any(len(match.device_indices) < len(part.tokens) for match, part in zip(found, state.parts, strict=True)):
+        if any(self.found(match) < len(part.tokens) for match, part in zip(found, state.parts, strict=True)):
             COUNTERS.evicted += 1
             abort(params.req, f"{EVICTED}: a branch of its context is not in the cache as a whole")
             return super().match_prefix(_nothing(params))
-        base, key = state.params.context.length, params.key
+        context, key = state.params.context, params.key
+        base = context.length
         limit = None if key.limit is None else max(0, key.limit - base)
         own = self._find(key, array("q", key.token_ids[base:]), state.namespace, limit)
-        indices = torch.cat([*_in_line(state, found), own.device_indices])
         if not state.stitched:
             COUNTERS.stitches += 1
             COUNTERS.stitched_tokens += base
         state.stitched = True
-        place = Place((*(match.last_device_node for match in found), own.last_device_node))
-        return own._replace(
-            device_indices=indices,
-            last_device_node=place,
-            cache_protected_len=len(indices),
-            full_kv_hit_length=len(indices),
-        )
+        length = base + self.found(own)
+        place = Place(context, (*(match.last_device_node for match in found), own.last_device_node))
+        result = own._replace(last_device_node=place, cache_protected_len=length, full_kv_hit_length=length)
+        return self.put_in_line(result, [*found, own], length)
+
+    @abstractmethod
+    def found(self, match: MatchResult) -> int:
+        """How many tokens a match has found in the memory of the device."""
+
+    @abstractmethod
+    def put_in_line(self, result: MatchResult, found: Sequence[MatchResult], length: int) -> MatchResult:
+        """A result that has all that was found.
+
+        Args:
+            result: of a request, its place filled in.
+            found: the matches of that place's nodes.
+            length: tokens of the request's input that were found.
+        """
 
     def _find(self, key: RadixKey, tokens: array[int], namespace: str, limit: int | None = None) -> MatchResult:
         wanted = RadixKey(tokens, extra_key=namespace or None, cache_salt=key.cache_salt, limit=limit)
@@ -136,25 +155,8 @@ class ForkJoinCache(UnifiedRadixCache):
 
     # --- keeping ---
 
-    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any) -> None:
-        """Keep a request's own tokens in the tree, if they were computed behind its whole context."""
-        state = state_of(req)
-        if state is not None and state.has_context and req.kv.holds_kv:
-            if is_insert and state.stitched:
-                self._keep_own(req, state, kv_len_to_handle)
-            is_insert = False
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle, **kwargs)
-
-    def cache_unfinished_req(self, req: Any, chunked: bool = False, **kwargs: Any) -> None:
-        """Note how far a request has come; what has a context stays out of the tree until it is finished."""
-        state = state_of(req)
-        if state is None or not state.has_context:
-            super().cache_unfinished_req(req, chunked, **kwargs)
-            return
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(req.get_fill_ids())]
-        req.prefix_indices = row.to(dtype=torch.int64, copy=True)
-
-    def _keep_own(self, req: Any, state: State, length: int) -> None:
+    def keep_own(self, req: Any, state: State, length: int) -> None:
+        """Keep those of a request's first `length` tokens that are its own; they were computed behind its context."""
         base = state.params.context.length
         if length <= base:
             return
@@ -166,14 +168,19 @@ class ForkJoinCache(UnifiedRadixCache):
         req.kv.cache_protected_len = length  # all of it is the tree's now
 
 
-def _in_line(state: State, found: list[MatchResult]) -> list[torch.Tensor]:
-    """Slots of the context in the order of the input: each block's trunk once, then its branches."""
-    slots, match = [], iter(found)
-    for block in state.params.context.blocks:
+def in_line(context: Context, slots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Slots in the order of an input: each block's trunk once, then its branches; then the input's own tokens.
+
+    Args:
+        context: of the input.
+        slots: int64, of every branch with its trunk, and of the own tokens.
+    """
+    ordered, rest = [], iter(slots)
+    for block in context.blocks:
         for index in range(len(block.branches)):
-            indices = next(match).device_indices
-            slots.append(indices if index == 0 else indices[block.trunk :])
-    return slots
+            branch = next(rest)
+            ordered.append(branch if index == 0 else branch[block.trunk :])
+    return torch.cat([*ordered, *rest])
 
 
 def _nothing(params: MatchPrefixParams) -> MatchPrefixParams:

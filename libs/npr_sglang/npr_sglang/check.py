@@ -7,70 +7,33 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from importlib.metadata import version
+import sys
 from typing import Any
 
-SUPPORTED = ("0.5.20",)
-"""Releases of SGLang that the plug-in has been tested with."""
-
-FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
-FINISH_STATE = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
-SAMPLE = "sglang.srt.layers.sampler.Sampler.forward"
-INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
-
-_TARGETS = {
-    FORWARD_BATCH: ("batch", "model_runner"),
-    FINISH_STATE: ("self", "new_accepted_len"),
-    INTERNAL_STATE: ("self", "recv_req"),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix": ("self", "params"),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert": ("self", "params"),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.inc_lock_ref": ("self", "node_id"),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.dec_lock_ref": ("self", "node_id", "params"),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req": (
-        "self",
-        "req",
-        "is_insert",
-        "kv_len_to_handle",
-    ),
-    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_unfinished_req": ("self", "req", "chunked"),
-    "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort": ("self", "error_msg", "status_code", "err_type"),
-    "sglang.srt.managers.schedule_batch.Req._refresh_fill_ids": ("self",),
-    SAMPLE: ("self", "logits_output", "sampling_info", "return_logprob"),
-    "sglang.srt.layers.sampler.Sampler._sync_token_ids_across_tp": ("self", "batch_next_token_ids", "sampling_info"),
-}
-"""What the plug-in changes, overrides or calls, and the parameters that it counts on."""
-
-_HOOKED = (FORWARD_BATCH, FINISH_STATE, SAMPLE, INTERNAL_STATE)
+from npr_sglang.errors import PluginError
+from npr_sglang.releases import Release, installed
 
 
-class PluginError(RuntimeError):
-    """The plug-in can't work in this server; the message says why, and what to do."""
+def check_release() -> Release:
+    """The table's entry of the installed SGLang.
 
-
-def check_version() -> None:
-    """Raises PluginError when the installed SGLang is not a release that the plug-in knows."""
-    installed = version("sglang")
-    if installed.split("+", maxsplit=1)[0] not in SUPPORTED:
-        raise PluginError(
-            f"npr_sglang knows SGLang {' and '.join(SUPPORTED)}, but {installed} is installed: install one of these, "
-            "or serve without the plug-in, whose joins are not native then"
-        )
-
-
-def check_targets() -> None:
-    """Raises PluginError naming all that the plug-in counts on and does not find in the server."""
-    missing = [problem for target, parameters in _TARGETS.items() if (problem := _problem(target, parameters))]
+    Raises:
+        PluginError: it has none, or something that it counts on is not in the server; the message names all of that.
+    """
+    release = installed()
+    missing = [problem for target, names in release.targets.items() if (problem := _problem(target, names))]
     if missing:
         raise PluginError("SGLang is not as npr_sglang knows it: " + "; ".join(missing))
+    return release
 
 
-def _problem(target: str, parameters: tuple[str, ...]) -> str:
+def _problem(target: str, names: tuple[str, ...]) -> str:
     try:
-        function = pkgutil.resolve_name(target)
+        found = pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
         return f"{target} is gone ({error})"
-    known = inspect.signature(inspect.unwrap(function)).parameters
-    lacking = [name for name in parameters if name not in known]
+    known = inspect.signature(inspect.unwrap(found)).parameters
+    lacking = [name for name in names if name not in known]
     return f"{target} has no parameter {', '.join(lacking)}" if lacking else ""
 
 
@@ -91,7 +54,8 @@ def check_server(context: Any) -> None:
 def _unhooked() -> list[str]:
     from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
 
-    return [f"its hook on {target} was not applied" for target in _HOOKED if target not in HookRegistry._patched]
+    targets = [hook.target for hook in installed().hooks]
+    return [f"its hook on {target} was not applied" for target in targets if target not in HookRegistry._patched]
 
 
 def _unsuitable(context: Any) -> list[str]:
@@ -107,3 +71,18 @@ def _unsuitable(context: Any) -> list[str]:
         "pipeline parallelism": params.pp_size > 1,
     }
     return [f"it does not work with {what}" for what, is_so in found.items() if is_so]
+
+
+def main() -> int:
+    """`python -m npr_sglang.check`: look at SGLang without a server; 1 if the plug-in can't work in it."""
+    try:
+        release = check_release()
+    except PluginError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(f"npr_sglang finds all that it counts on: {len(release.targets)} targets\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

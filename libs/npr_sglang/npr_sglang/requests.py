@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 from npr_sglang.contract import INVALID, KEY, ContractError, Params, Part
+from npr_sglang.releases import installed
 
 _ATTRIBUTE = "_npr"
 
@@ -55,7 +56,7 @@ def abort(request: Any, message: str) -> None:
     """Abort a request before it is computed; one token of prefill is all that it costs."""
     request.set_finish_with_abort(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
     request.output_ids = request.output_ids[:0]
-    request._refresh_fill_ids()
+    getattr(request, installed().refresh_input)()
     setattr(request, _ATTRIBUTE, None)
 
 

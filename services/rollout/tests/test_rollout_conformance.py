@@ -6,12 +6,14 @@ The server runs where `NPR_SGLANG_PYTHON` names a Python with SGLang and the plu
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
+from npr_common.tags import Role
 from npr_common.topology import topology
 from npr_rollout.engine.config import EngineConfig
-from npr_rollout.record.outcomes import Outcome
+from npr_rollout.record.outcomes import BranchStop, Outcome
 from npr_rollout.record.request import FinishedEvent, Limits, Request, SamplingParams
 from npr_rollout.sglang.transport import Transport
 from npr_rollout.testing.conformance import (
@@ -81,6 +83,22 @@ def test_greedy_words_in_given_trees_are_the_likeliest(make: Make) -> None:
         free += len(own)
         check_against_reference(result, maker.tags, greedy=own)
     assert free > 200
+    check_idle(engine)
+
+
+def test_branches_that_use_up_their_budget_are_joined(make: Make) -> None:
+    """They end by length, not by a token: a server that is to seal them must not end them a step before."""
+    maker = TreeMaker(TOKENIZER, 41)
+    trees = {f"b{i}": maker.tree(blocks=1, branches=6, longest=40) for i in range(8)}
+    engine = make(scripts_of(trees, maker))
+    limits = Limits(max_tokens=300, max_branch_tokens=24)
+    results = run(engine, [replace(request, limits=limits) for request in requests_of(trees)])
+    assert results.keys() == trees.keys()
+    stops = [branch.stop for result in results.values() for branch in result.ledger.blocks[0].branches]
+    assert set(stops) == {BranchStop.CLOSED, BranchStop.BUDGET}
+    for result in results.values():
+        assert maker.tags.open(Role.TAKEAWAY) in result.token_ids
+        check_against_reference(result, maker.tags)
     check_idle(engine)
 
 

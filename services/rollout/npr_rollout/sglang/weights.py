@@ -42,6 +42,7 @@ from npr_common.errors import DataLossError, FailedPreconditionError, NprError, 
 from npr_common.threads import in_own_thread
 from npr_rollout.sglang.client import SglangClient
 from npr_rollout.sglang.transport import Transport
+from npr_rollout.sglang.weight_session import weight_session
 
 PARTIAL = "partial"
 """Stamp of a server that has some of a policy's weights."""
@@ -103,10 +104,11 @@ class FromTensors(Weights):
         self._part_bytes = part_bytes
 
     def _send(self, folder: Path) -> None:
-        for part in read_parts(folder, self._part_bytes):
-            handles = [_handles(part) for _ in range(self._workers)]
-            self._transport.ask(partial(SglangClient.load_tensors, handles=handles))
-            del part  # before the next one is read
+        with weight_session(self._transport):
+            for part in read_parts(folder, self._part_bytes):
+                handles = [_handles(part) for _ in range(self._workers)]
+                self._transport.ask(partial(SglangClient.load_tensors, handles=handles))
+                del part  # before the next one is read
 
 
 class FromGroup(Weights):
@@ -131,9 +133,10 @@ class FromGroup(Weights):
         """A group lives for one load: a server that was started again in between would not know of it."""
         group = self._transport.ask(lambda client: _Group.join(client, self._workers, self._backend, self._address))
         try:
-            for part in read_parts(folder, self._part_bytes):
-                self._transport.ask(partial(group.send, part=part))
-                del part  # before the next one is read
+            with weight_session(self._transport):
+                for part in read_parts(folder, self._part_bytes):
+                    self._transport.ask(partial(group.send, part=part))
+                    del part  # before the next one is read
         finally:
             with contextlib.suppress(NprError):  # a server that is gone has left it
                 self._transport.ask(group.dismiss)
