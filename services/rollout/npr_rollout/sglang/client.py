@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -53,7 +54,7 @@ class SglangClient:
         try:
             async with self._session.post(f"{self.url}/generate", json=body_of(asks)) as response:
                 known.set()
-                if response.status != 200:
+                if response.status != HTTPStatus.OK:
                     _pass_on(answer.refused(await response.text()), sink)
                 async for message in _messages(response):
                     _pass_on(answer.take(message), sink)
@@ -81,7 +82,7 @@ class SglangClient:
         """Whether the server answers."""
         try:
             async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
-                return answer.status == 200
+                return answer.status == HTTPStatus.OK
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 
@@ -136,6 +137,21 @@ class SglangClient:
         }
         await self._post("/init_weights_update_group", body, _CONTROL_SECONDS)
 
+    async def begin_session(self) -> bool:
+        """Begin to hand over tensors; whether the server has such sessions, which newer releases want.
+
+        One that was left open after an error is ended first. Raises as `load`.
+        """
+        status, _ = await self._send("/end_weight_update", {}, _CONTROL_SECONDS)
+        if status == HTTPStatus.NOT_FOUND:
+            return False
+        await self._post("/begin_weight_update", {}, _CONTROL_SECONDS)
+        return True
+
+    async def end_session(self) -> None:
+        """All tensors have been handed over. Raises as `load`."""
+        await self._post("/end_weight_update", {}, _CONTROL_SECONDS)
+
     async def leave_group(self, name: str) -> None:
         """Have the workers leave a group."""
         await self._post("/destroy_weights_update_group", {"group_name": name}, _INFO_SECONDS)
@@ -174,15 +190,18 @@ class SglangClient:
         return told
 
     async def _post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> str:
+        status, text = await self._send(path, body, seconds)
+        if status != HTTPStatus.OK:
+            raise FailedPreconditionError(f"The SGLang server refuses {path}: {text[:500]}")
+        return text
+
+    async def _send(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> tuple[int, str]:
         try:
             timeout = aiohttp.ClientTimeout(total=seconds)
             async with self._session.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
-                text = await answer.text()
+                return answer.status, await answer.text()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UnavailableError(f"The SGLang server at {self.url} does not answer {path}: {_why(error)}") from error
-        if answer.status != 200:
-            raise FailedPreconditionError(f"The SGLang server refuses {path}: {text[:500]}")
-        return text
 
 
 def _why(error: Exception) -> str:

@@ -42,7 +42,6 @@ from npr_common.errors import DataLossError, FailedPreconditionError, NprError, 
 from npr_common.threads import in_own_thread
 from npr_rollout.sglang.client import SglangClient
 from npr_rollout.sglang.transport import Transport
-from npr_rollout.sglang.weight_session import weight_session
 
 PARTIAL = "partial"
 """Stamp of a server that has some of a policy's weights."""
@@ -104,7 +103,7 @@ class FromTensors(Weights):
         self._part_bytes = part_bytes
 
     def _send(self, folder: Path) -> None:
-        with weight_session(self._transport):
+        with _session(self._transport):
             for part in read_parts(folder, self._part_bytes):
                 handles = [_handles(part) for _ in range(self._workers)]
                 self._transport.ask(partial(SglangClient.load_tensors, handles=handles))
@@ -133,7 +132,7 @@ class FromGroup(Weights):
         """A group lives for one load: a server that was started again in between would not know of it."""
         group = self._transport.ask(lambda client: _Group.join(client, self._workers, self._backend, self._address))
         try:
-            with weight_session(self._transport):
+            with _session(self._transport):
                 for part in read_parts(folder, self._part_bytes):
                     self._transport.ask(partial(group.send, part=part))
                     del part  # before the next one is read
@@ -141,6 +140,15 @@ class FromGroup(Weights):
             with contextlib.suppress(NprError):  # a server that is gone has left it
                 self._transport.ask(group.dismiss)
             group.leave()
+
+
+@contextlib.contextmanager
+def _session(transport: Transport) -> Iterator[None]:
+    """Tensors may be handed over within the block. After an error the server's session stays open, for the next one."""
+    has_sessions = transport.ask(SglangClient.begin_session)
+    yield
+    if has_sessions:
+        transport.ask(SglangClient.end_session)
 
 
 class _Group:
