@@ -135,7 +135,8 @@ def _arguments(model: ServedModel, port: int, settings: SglangSettings) -> list[
         "--log-level": "warning",
     }
     switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
-    if settings.device == "cpu":  # nothing runs beside the host there; a token would be told a step late
+    overlap = settings.overlap if settings.overlap is not None else settings.device != "cpu"
+    if not overlap:
         switches.append("--disable-overlap-schedule")
     if settings.device == "cuda" and not settings.cuda_graphs:
         switches.append("--disable-cuda-graph")

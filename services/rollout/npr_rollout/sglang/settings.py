@@ -35,6 +35,10 @@ class SglangSettings(Settings):
         default=0, ge=0, description="longest input with all branches in line; 0: twice the model's context"
     )
     cuda_graphs: bool = Field(default=True, description="decode by CUDA graphs")
+    overlap: bool | None = Field(
+        default=None,
+        description="prepare a step while another one runs, which tells tokens a step late; on a GPU unless set",
+    )
     stream_interval: int = Field(
         default=8, ge=1, description="tokens that the server tells of at once, where nobody watches"
     )

@@ -82,12 +82,12 @@ class FollowingSampler:
 
 @contextmanager
 def model_server(python: str) -> Iterator[Transport]:
-    """A server with MODEL; `python` is the one that has SGLang."""
+    """A server with MODEL, scheduled as on a GPU; `python` is the one that has SGLang."""
     with tempfile.TemporaryDirectory() as folder:
         copy.deepcopy(MODEL).save_pretrained(folder)
         TOKENIZER.save_pretrained(folder)
         model = ServedModel(Path(folder), MODEL.config.max_position_embeddings, DTYPE)
-        with sglang_server(model, settings_for(python, POOL_TOKENS, stream_interval=4)) as transport:
+        with sglang_server(model, settings_for(python, POOL_TOKENS, stream_interval=4, overlap=True)) as transport:
             yield transport
 
 

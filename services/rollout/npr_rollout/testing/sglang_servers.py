@@ -12,7 +12,9 @@ from npr_rollout.sglang.settings import SglangSettings
 from npr_rollout.sglang.transport import Transport
 
 
-def settings_for(python: str, pool_tokens: int, *, stream_interval: int = 8, threads: int = 1) -> SglangSettings:
+def settings_for(
+    python: str, pool_tokens: int, *, stream_interval: int = 8, threads: int = 1, overlap: bool | None = None
+) -> SglangSettings:
     """Settings of a server with a pool of so many tokens; `python` is the one that has SGLang."""
     asked = SglangSettings(
         python=python,
@@ -20,6 +22,7 @@ def settings_for(python: str, pool_tokens: int, *, stream_interval: int = 8, thr
         input_tokens=pool_tokens,
         stream_interval=stream_interval,
         threads=threads,
+        overlap=overlap,
     )
     if "NPR_SGLANG_DEVICE" in os.environ:
         return asked
