@@ -37,7 +37,7 @@ class SglangSettings(Settings):
     cuda_graphs: bool = Field(default=True, description="decode by CUDA graphs")
     overlap: bool | None = Field(
         default=None,
-        description="prepare a step while another one runs, which tells tokens a step late; on a GPU unless set",
+        description="prepare a step while another one runs; unless set: on a GPU",
     )
     stream_interval: int = Field(
         default=8, ge=1, description="tokens that the server tells of at once, where nobody watches"
