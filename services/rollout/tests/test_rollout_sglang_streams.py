@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -77,8 +79,10 @@ def test_a_batch_that_is_refused_as_a_whole_ends_as_a_whole(server: Transport) -
 
 
 @pytest.mark.parametrize("by", ["abort", "deadline"])
-def test_the_end_of_a_trajectory_ends_its_streams(server: Transport, by: str) -> None:
+def test_the_end_of_a_trajectory_ends_its_streams(server: Transport, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a block of long branches: what the server decodes for nobody takes room from all others."""
+    arrivals = Arrivals()
+    monkeypatch.setattr(server, "arrivals", arrivals)
     tree = long_tree(branches=4, words=LONG // 2)
     engine = on_server(server)({by: Script.of(tree.token_ids, tree.prompt_length, MAKER.tags)})
     deadline = time.monotonic() + 1.0 if by == "deadline" else None
@@ -90,11 +94,29 @@ def test_the_end_of_a_trajectory_ends_its_streams(server: Transport, by: str) ->
             engine.abort(by)
     assert engine.status().forks == 1
     assert results[0].outcome is (Outcome.ABORTED if by == "abort" else Outcome.DEADLINE)
-    late: list[Tokens | Ended] = []
-    while sum(isinstance(arrival, Ended) for arrival in late) < 4:
-        late.append(server.arrivals.get(timeout=SECONDS))
-    assert {arrival.end for arrival in late if isinstance(arrival, Ended)} == {End.ABORTED}
+    assert arrivals.wait_for_ends(5) == [End.STOPPED, *4 * [End.ABORTED]]  # the trunk, and its branches
     check_idle(engine)
+
+
+class Arrivals(queue.SimpleQueue[Tokens | Ended]):
+    """Arrivals that remember how streams have ended, whoever takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ends: list[End] = []
+        self._changed = threading.Condition()
+
+    def put(self, item: Tokens | Ended, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        if isinstance(item, Ended):
+            with self._changed:
+                self._ends.append(item.end)
+                self._changed.notify()
+
+    def wait_for_ends(self, count: int) -> list[End]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._ends) >= count, SECONDS)
+            return list(self._ends)
 
 
 def long_tree(branches: int, words: int) -> Tree:
