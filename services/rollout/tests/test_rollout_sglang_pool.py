@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from npr_common.tags import Role
 from npr_rollout.backend import DecodingEngine
 from npr_rollout.record.outcomes import MalformedReason, Outcome
 from npr_rollout.record.request import FinishedEvent, Limits, Request, Result
@@ -102,11 +101,7 @@ def test_aborts_while_the_pool_is_full_leave_nothing_behind(server: Transport, m
 
 def uneven(maker: TreeMaker, longest: int) -> Tree:
     """A tree of four branches, the last of which is much longer than the others."""
-    short = maker.tree(blocks=1, branches=4, longest=2)
-    ids = list(short.token_ids)
-    last = max(place for place, token in enumerate(ids) if token == maker.tags.close(Role.STEP))
-    words = maker.words(longest // 2)
-    return Tree((*ids[:last], *words, *ids[last:]), short.prompt_length)
+    return maker.lengthen(maker.tree(blocks=1, branches=4, longest=2), words=longest // 2, last_only=True)
 
 
 def step_until(engine: DecodingEngine, condition: Callable[[], bool]) -> None:

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from npr_common.tags import Role
 from npr_rollout.record.outcomes import Outcome
 from npr_rollout.record.request import FinishedEvent, Limits, Request
 from npr_rollout.record.script import Script
 from npr_rollout.sglang.transport import Transport
 from npr_rollout.sglang.wire import Ask, End, Ended, Tokens
 from npr_rollout.testing.conformance import GREEDY, POOL_TOKENS, SECONDS, TOKENIZER, check_idle, on_server
-from npr_rollout.testing.trees import Tree, TreeMaker
+from npr_rollout.testing.trees import TreeMaker
 from npr_sglang.contract import Block, Context, Params
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
@@ -83,7 +82,7 @@ def test_the_end_of_a_trajectory_ends_its_streams(server: Transport, by: str, mo
     """In the middle of a block of long branches: what the server decodes for nobody takes room from all others."""
     arrivals = Arrivals()
     monkeypatch.setattr(server, "arrivals", arrivals)
-    tree = long_tree(branches=4, words=LONG // 2)
+    tree = MAKER.lengthen(MAKER.tree(blocks=1, branches=4, longest=1), words=LONG // 2)
     engine = on_server(server)({by: Script.of(tree.token_ids, tree.prompt_length, MAKER.tags)})
     deadline = time.monotonic() + 1.0 if by == "deadline" else None
     engine.submit(Request(by, tree.prompt, GREEDY, Limits(max_tokens=len(tree.token_ids)), deadline=deadline))
@@ -117,13 +116,3 @@ class Arrivals(queue.SimpleQueue[Tokens | Ended]):
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._ends) >= count, SECONDS)
             return list(self._ends)
-
-
-def long_tree(branches: int, words: int) -> Tree:
-    """One block of branches of so many words each."""
-    short = MAKER.tree(blocks=1, branches=branches, longest=1)
-    close = MAKER.tags.close(Role.STEP)
-    ids = list(short.prompt)
-    for token in short.token_ids[short.prompt_length :]:
-        ids += [*MAKER.words(words), token] if token == close else [token]
-    return Tree(tuple(ids), short.prompt_length)

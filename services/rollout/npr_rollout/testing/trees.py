@@ -60,6 +60,16 @@ class TreeMaker:
         ids += [*takeaway_cue(dialect).encode(self._tokenizer), *self.words(pick.randint(1, 5))]
         return [*ids, tags.close(Role.TAKEAWAY), *([tags.close(Role.BLOCK)] if dialect.wrapped else [])]
 
+    def lengthen(self, tree: Tree, words: int, *, last_only: bool = False) -> Tree:
+        """The same with so many more words at the end of each step, or of the last one alone."""
+        response = tree.token_ids[tree.prompt_length :]
+        ends = [place for place, token in enumerate(response) if token == self.tags.close(Role.STEP)]
+        longer = ends[-1:] if last_only else ends
+        ids = list(tree.prompt)
+        for place, token in enumerate(response):
+            ids += [*self.words(words), token] if place in longer else [token]
+        return Tree(tuple(ids), tree.prompt_length)
+
     def text(self, text: str) -> list[int]:
         """Ids of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
