@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import time
@@ -175,7 +176,8 @@ class VllmPeer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_clean_environment() | {"OMP_NUM_THREADS": str(threads)},
+            env=_clean_environment()
+            | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": str(_room(subject, dtype, batch * length))},
         )
         ready = self._answer()
         if ready["threads"] != threads:
@@ -200,6 +202,11 @@ class VllmPeer:
         if not line:
             raise VllmError(f"vLLM's process ended with {self._process.wait()}; what it said is above")
         return json.loads(line)
+
+
+def _room(subject: Subject, dtype: torch.dtype, tokens: int) -> int:
+    """GiB for the keys and values of so many tokens, and one more for what its blocks round up."""
+    return math.ceil(tokens * subject.kv_shape(dtype).bytes_per_token / 2**30) + 1
 
 
 def _clean_environment() -> dict[str, str]:

@@ -28,6 +28,7 @@ from npr_common.errors import NotFoundError
 from npr_common.references import resolve_reference
 from npr_common.tags import TagIds
 from npr_common.tokenizers import add_tag_tokens, load_tokenizer
+from npr_rollout.engine.kv_pool import KvShape
 from npr_rollout.testing.models import tagged_tokenizer
 
 DIALECT = load_dialect("npr")
@@ -91,11 +92,20 @@ class Subject:
     def linears(self) -> Linears:
         """The linear layers that a decode step goes through."""
         c = self.config
-        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        heads, kv_heads = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
+        heads, kv_heads = c.num_attention_heads * self._head_dim, c.num_key_value_heads * self._head_dim
         layer = [(heads, c.hidden_size), (kv_heads, c.hidden_size), (kv_heads, c.hidden_size), (c.hidden_size, heads)]
         layer += [(c.intermediate_size, c.hidden_size)] * 2 + [(c.hidden_size, c.intermediate_size)]
         return Linears(tuple(layer), c.num_hidden_layers, (c.vocab_size, c.hidden_size))
+
+    def kv_shape(self, dtype: torch.dtype) -> KvShape:
+        """Its KV cost in that type."""
+        c = self.config
+        return KvShape(c.num_hidden_layers, c.num_key_value_heads, self._head_dim, dtype, torch.device("cpu"))
+
+    @property
+    def _head_dim(self) -> int:
+        c = self.config
+        return int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
 
     def load(self, dtype: torch.dtype | str = "auto") -> Any:
         """A copy of the model of its own, for the engine changes its model; `auto`, the service's choice: as saved."""

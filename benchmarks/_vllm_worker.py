@@ -4,7 +4,7 @@
 
 A line of JSON in, a line of JSON out: first `{"version", "threads"}` once the model is loaded, then for
 each `{"prompts": [[id]], "new_tokens"}` the `{"seconds", "tokens": [[id]]}` that it took. The end of input ends it.
-Threads are those of OMP_NUM_THREADS.
+Threads are those of OMP_NUM_THREADS, the room for keys and values is VLLM_CPU_KVCACHE_SPACE, in GiB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: no hop, no second set of threads
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
