@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import psutil
 import pytest
 
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
@@ -20,6 +19,7 @@ from npr_common.testing.servers import running_server
 from npr_rollout.service import RolloutService
 from npr_rollout.settings import BackendKind, RolloutSettings
 from npr_rollout.testing.calls import LONG, check_sound, generate, prompt, serve
+from npr_rollout.testing.sglang_servers import OwnServers
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
@@ -94,14 +94,14 @@ async def test_a_job_and_swaps_of_its_policy(stub: Any, publish: Any) -> None:
 
 async def test_a_server_that_dies_is_started_again(stub: Any, publish: Any) -> None:
     policy = publish("dies")
+    servers = OwnServers()
     await serve(stub, policy)
     before = await generate(stub)
     assert before.outcome == trajectory_pb2.OUTCOME_TRUNCATED
     waiting = asyncio.create_task(generate(stub, 900))
     await until(stub, lambda status: status.running == 1)
-    for child in psutil.Process().children():
-        if "npr_sglang" in " ".join(child.cmdline()):
-            os.killpg(child.pid, signal.SIGKILL)
+    (server,) = servers.running()
+    os.killpg(server, signal.SIGKILL)
     with pytest.raises(InternalError):
         await waiting
     after = await generate(stub)

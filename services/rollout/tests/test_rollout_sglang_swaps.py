@@ -28,9 +28,11 @@ from npr_rollout.sglang import client, weights
 from npr_rollout.sglang.client import SglangClient
 from npr_rollout.testing.calls import check_sound, generate, mid_decode, serve
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
+from npr_rollout.testing.sglang_servers import OwnServers
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
+MidLoad = Callable[[Callable[[psutil.Process], None]], list[psutil.Process]]
 SETTINGS = {"DEVICE": "cpu", "ATTENTION_BACKEND": "torch_native", "POOL_TOKENS": "4096"}
 
 
@@ -44,9 +46,15 @@ def metrics(way: str) -> InMemoryMetricReader:
     return InMemoryMetricReader()
 
 
+@pytest.fixture(scope="module")
+def servers(way: str) -> OwnServers:
+    """It looks before the service is made."""
+    return OwnServers()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def address(
-    peers: Any, way: str, metrics: InMemoryMetricReader, tmp_path_factory: pytest.TempPathFactory
+    peers: Any, way: str, servers: OwnServers, metrics: InMemoryMetricReader, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[str]:
     """A service that the tests of a way share; each serves policies of its own."""
     if "NPR_SGLANG_PYTHON" not in os.environ:
@@ -159,19 +167,12 @@ async def test_wrong_tensors_are_not_served(stub: Any, publish: Any, way: str) -
 
 
 async def test_a_server_that_dies_while_it_loads(
-    stub: Any, impatient: Any, publish: Any, way: str, monkeypatch: pytest.MonkeyPatch
+    stub: Any, impatient: Any, publish: Any, way: str, mid_load: MidLoad
 ) -> None:
     """Whoever asked is told; what was served is served again, by another server, and then the next policy is."""
     first, second = (publish(f"dies-{way}", version, seed=version + 4) for version in range(2))
     await serve(stub, first)
-    killed: list[psutil.Process] = []
-
-    def kill() -> None:
-        if not killed:
-            killed.append(scheduler())
-            killed[0].kill()
-
-    in_the_middle(monkeypatch, kill)
+    killed = mid_load(psutil.Process.kill)
     with pytest.raises(UnavailableError):
         await serve(impatient, second)
     assert len(killed) == 1
@@ -181,24 +182,22 @@ async def test_a_server_that_dies_while_it_loads(
     await check_sound(stub)
 
 
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_CONTROL_SECONDS", "_INFO_SECONDS"):
+        monkeypatch.setattr(client, name, 8.0)
+
+
+@pytest.mark.usefixtures("short_waits")
 async def test_a_server_that_stops_to_answer_while_it_loads(
-    stub: Any, impatient: Any, publish: Any, way: str, monkeypatch: pytest.MonkeyPatch
+    stub: Any, impatient: Any, publish: Any, way: str, mid_load: MidLoad
 ) -> None:
     """It lives, but nobody can wait for it: it is ended, and another one is started."""
     if way != "group":
         pytest.skip("the other ways have no half of this process that would wait too")
-    first, second = (publish(f"stops-{way}", version, seed=version + 7) for version in range(2))
+    first, second = (publish("stops", version, seed=version + 7) for version in range(2))
     await serve(stub, first)
-    for name in ("_CONTROL_SECONDS", "_INFO_SECONDS"):
-        monkeypatch.setattr(client, name, 8.0)
-    stopped: list[psutil.Process] = []
-
-    def stop() -> None:
-        if not stopped:
-            stopped.append(scheduler())
-            stopped[0].suspend()
-
-    in_the_middle(monkeypatch, stop)
+    stopped = mid_load(psutil.Process.suspend)
     with pytest.raises(UnavailableError, match="does not answer"):
         await serve(impatient, second)
     assert not stopped[0].is_running()
@@ -208,25 +207,39 @@ async def test_a_server_that_stops_to_answer_while_it_loads(
     await check_sound(stub)
 
 
-def in_the_middle(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """Have something happen when some of a policy's tensors are in the server; from disk, when none is."""
+@pytest.fixture
+def mid_load(servers: OwnServers, monkeypatch: pytest.MonkeyPatch) -> MidLoad:
+    """Has something happen, once, to the process with the weights; it comes to the list that is returned.
+
+    It happens when some of a policy's tensors are in the server; from disk, when none is."""
+    struck: list[psutil.Process] = []
     read, load = weights.read_parts, SglangClient.load
 
-    def read_parts(folder: Path, part_bytes: int) -> Iterator[weights.Part]:
-        for count, part in enumerate(read(folder, 8 << 10)):
-            if count == 2:
-                happens()
-            yield part
+    def arrange(happens: Callable[[psutil.Process], None]) -> list[psutil.Process]:
+        def strike() -> None:
+            if not struck:
+                struck.append(scheduler(servers))
+                happens(struck[0])
 
-    async def load_from_disk(wire: SglangClient, folder: str) -> None:
-        happens()
-        await load(wire, folder)
+        def read_parts(folder: Path, part_bytes: int) -> Iterator[weights.Part]:
+            for count, part in enumerate(read(folder, 8 << 10)):
+                if count == 2:
+                    strike()
+                yield part
 
-    monkeypatch.setattr(weights, "read_parts", read_parts)
-    monkeypatch.setattr(SglangClient, "load", load_from_disk)
+        async def load_from_disk(wire: SglangClient, folder: str) -> None:
+            strike()
+            await load(wire, folder)
+
+        monkeypatch.setattr(weights, "read_parts", read_parts)
+        monkeypatch.setattr(SglangClient, "load", load_from_disk)
+        return struck
+
+    return arrange
 
 
-def scheduler() -> psutil.Process:
+def scheduler(servers: OwnServers) -> psutil.Process:
     """The process with the weights; another one answers HTTP, and has to find out what becomes of it."""
-    (found,) = (child for child in psutil.Process().children(recursive=True) if "scheduler" in child.name())
+    (server,) = servers.running()
+    (found,) = (child for child in psutil.Process(server).children(recursive=True) if "scheduler" in child.name())
     return found

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -27,7 +26,7 @@ from npr_rollout.sglang.server import ServedModel
 from npr_rollout.sglang.transport import Transport
 from npr_rollout.testing.calls import LONG, generate, greedy, mid_decode, prompt, serve
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
-from npr_rollout.testing.sglang_servers import settings_for, sglang_server
+from npr_rollout.testing.sglang_servers import OwnServers, settings_for, sglang_server
 
 pytestmark = pytest.mark.timeout(600)
 needs_sglang = [
@@ -75,13 +74,13 @@ class Memory:
 
     def __init__(self) -> None:
         self._engines = weakref.WeakSet(_engines())
-        self._servers = {server.pid for server in _servers()}
+        self._servers = OwnServers()
 
     def is_held(self) -> bool:
         """Whether there is any that was not there at first."""
         gc.collect()
         own = [engine for engine in _engines() if engine not in self._engines]
-        return bool(own) or any(server.pid not in self._servers for server in _servers())
+        return bool(own) or bool(self._servers.running())
 
 
 @pytest.fixture
@@ -92,12 +91,6 @@ def memory() -> Memory:
 
 def _engines() -> list[Engine]:
     return [each for each in gc.get_objects() if type(each) is Engine]
-
-
-def _servers() -> list[psutil.Process]:
-    """Child processes; one that has ended, and whose end nobody has taken note of yet, is none."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in children if "npr_sglang" in " ".join(child.cmdline())]
 
 
 async def test_it_sleeps_and_wakes(memory: Memory, stub: Any, publish: Any) -> None:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
+
 from npr_rollout.sglang.client import wait_until_healthy
 from npr_rollout.sglang.server import ServedModel, SglangServer
 from npr_rollout.sglang.settings import SglangSettings
@@ -27,6 +29,22 @@ def settings_for(
     if "NPR_SGLANG_DEVICE" in os.environ:
         return asked
     return asked.model_copy(update={"device": "cpu", "attention_backend": "torch_native"})
+
+
+class OwnServers:
+    """The servers that this process starts from now on; those that it has already are another test's."""
+
+    def __init__(self) -> None:
+        self._others = self._running()
+
+    def running(self) -> set[int]:
+        """The process ids of those that run."""
+        return self._running() - self._others
+
+    @staticmethod
+    def _running() -> set[int]:
+        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        return {child.pid for child in children if "npr_sglang" in " ".join(child.cmdline())}
 
 
 @contextmanager
