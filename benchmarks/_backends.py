@@ -17,20 +17,23 @@ from typing import Any, Protocol
 
 from _subjects import DIALECT, Subject
 
+from npr_common.cues import step_cue, takeaway_cue
+from npr_common.topology import topology
 from npr_rollout.backend import DecodingEngine
 from npr_rollout.engine.config import EngineConfig
 from npr_rollout.engine.engine import Engine
 from npr_rollout.engine.scripted import ScriptedSampler
 from npr_rollout.record.outcomes import Outcome, Visibility
-from npr_rollout.record.request import FinishedEvent, Limits, Request
+from npr_rollout.record.request import FinishedEvent, Limits, Request, SamplingParams
 from npr_rollout.record.script import Script
 from npr_rollout.sglang.engine import SglangEngine
 from npr_rollout.sglang.limits import ServerLimits
 from npr_rollout.sglang.server import ServedModel
 from npr_rollout.sglang.transport import Transport
-from npr_rollout.sglang.wire import Ended, Tokens
+from npr_rollout.sglang.wire import Ask, End, Ended, Tokens
 from npr_rollout.testing.sglang_servers import settings_for, sglang_server
 from npr_rollout.testing.trees import Tree
+from npr_sglang.contract import Params
 
 PAGE_SIZE = 16
 _SLACK = 4  # tokens that a limit leaves, so that no branch meets it
@@ -48,6 +51,23 @@ class Backend(Protocol):
     def seals(self, blocks: int, branches: int) -> list[float]:
         """Of the tree that was decoded last: seconds that each block's branches took to be sealed after their end."""
         ...
+
+    def feeding(self, tree: Tree, branches: int) -> Feeding | None:
+        """What a block's forced tokens take it without fork and join; None where its requests can't show it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """Seconds to the first tokens of sequences that no fork or join made, all before their forced tokens in the cache.
+
+    Attributes:
+        fork: of a sequence a branch, with `</guideline>` and the branch's header to be computed.
+        join: of one with the cue of a `<takeaway>` to be computed.
+    """
+
+    fork: float
+    join: float
 
 
 class TorchBackend:
@@ -67,6 +87,10 @@ class TorchBackend:
     def seals(self, blocks: int, branches: int) -> list[float]:
         """The last token of a branch is fed with the cue: nothing is to be sealed."""
         return [0.0] * blocks
+
+    def feeding(self, tree: Tree, branches: int) -> Feeding | None:
+        """None: it has no cache of prefixes. `engine_forkjoin.py` measures it by the engine's own steps."""
+        return None
 
 
 class _Clocked(queue.SimpleQueue[Tokens | Ended]):
@@ -121,6 +145,36 @@ class SglangBackend:
             ended, said = (max(of[name] for name in own) for of in (self.arrivals.ends, self.arrivals.last_tokens))
             found.append(ended - said)
         return found
+
+    def feeding(self, tree: Tree, branches: int) -> Feeding:
+        """See `Backend`: by requests that the plug-in has nothing to do with."""
+        ids = list(tree.token_ids)
+        branch_of = topology(ids, tree.prompt_length, self._subject.tags).branch_of.tolist()
+        first, *_, last = (index for index, branch in enumerate(branch_of) if branch >= 0)
+        close = first - 1
+        headers = [step_cue(DIALECT, number).encode(self._subject.tokenizer) for number in range(1, branches + 1)]
+        cue = takeaway_cue(DIALECT).encode(self._subject.tokenizer)
+        return Feeding(
+            self._feed(ids[:close], [[ids[close], *header] for header in headers]), self._feed(ids[: last + 1], [cue])
+        )
+
+    def _feed(self, prefix: list[int], tails: Sequence[Sequence[int]]) -> float:
+        self._first_tokens([prefix])
+        return self._first_tokens([[*prefix, *tail] for tail in tails])
+
+    def _first_tokens(self, inputs: Sequence[list[int]]) -> float:
+        """Seconds until each of the sequences has told its first token."""
+        self.arrivals = self._transport.arrivals = _Clocked()
+        asks = [
+            Ask(f"bare.{i}", each, 1, (), SamplingParams(), Params(), at_once=True) for i, each in enumerate(inputs)
+        ]
+        begin = time.perf_counter()
+        self._transport.begin(asks)
+        while len(self.arrivals.ends) < len(asks):
+            arrival = self.arrivals.get()
+            if isinstance(arrival, Ended) and arrival.end is not End.LENGTH:
+                raise RuntimeError(f"{self.name}: {arrival.name} ended as {arrival.end.name}")
+        return max(self.arrivals.last_tokens.values()) - begin
 
 
 @contextmanager

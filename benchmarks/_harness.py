@@ -74,6 +74,11 @@ def progress(pieces: int) -> Iterator[Begin]:
         yield begin
 
 
+def aside(name: str, figures: Mapping[str, object]) -> None:
+    """Tells a piece's figures on the error stream when it is done, so that a long run that is cut off has told them."""
+    print(f"    {name}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> Table:
     """A table whose first column is text and whose others are numbers, shown with three digits that count."""
     made = Table(title=title, title_justify="left", caption=note or None, caption_justify="left")

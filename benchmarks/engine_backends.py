@@ -12,7 +12,10 @@ request to the last answer, and of the time to answer over the trees. Rivals tak
 Fork, seal and join are measured by one tree of many short blocks at a time, each token told as it comes, so that the
 client sees each step: what passes from `</guideline>` to the first tokens of the branches, less a plain step of the
 block, is the fork; what passes from the branches' last tokens to the first one behind them, less a plain step of the
-trunk, is seal and join. The feeding of the forced tokens (headers and cue) is in them.
+trunk, is seal and join. The feeding of the forced tokens (headers and cue) is in them. So they are also told
+
+- beyond the plain steps in which a decoder that is not parallel would say the same forced tokens, and
+- beyond the bare feeding: plain requests for the same tokens behind a prefix in the server's cache.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _backends import Backend, BlockCosts, Decoding, TorchBackend, block_costs, decode, sglang_backend
-from _harness import Begin, median_interval, parser, progress, table, tell
+from _backends import Backend, BlockCosts, Decoding, Feeding, TorchBackend, block_costs, decode, sglang_backend
+from _harness import Begin, aside, median_interval, parser, progress, table, tell
 from _peers import VllmError, VllmPeer
-from _subjects import QWEN3_SHAPE, Subject, subject
+from _subjects import DIALECT, QWEN3_SHAPE, Subject, subject
 from _trees import equal_tree
 from rich.table import Table
 
+from npr_common.cues import step_cue, takeaway_cue
 from npr_rollout.record.outcomes import Visibility
 from npr_rollout.testing.trees import Tree
 
@@ -129,22 +133,34 @@ class _Bench:
             trees = [self._tree(self._arguments.branch_tokens) for _ in range(count)]
             for mode in _MODES if index % 2 else reversed(_MODES):
                 done[mode].append(decode(backend, self._subject, trees, mode))
-        return {
+        figures = {
             name: {
                 "tokens_per_second": statistics.median(each.tokens_per_second for each in done[mode]),
                 "seconds_to_answer": statistics.median(each.time_to_answer for each in done[mode]),
             }
             for mode, name in zip(_MODES, ("parallel", "autoregressive"), strict=True)
         }
+        aside(f"{backend.name}, trees at once: {count}", figures)
+        return figures
 
     def _costs(self, backend: Backend) -> Figures:
         self._begin(f"{backend.name}: fork, seal and join in {self._arguments.blocks} blocks")
         branches = self._arguments.branches
-        found = [
-            block_costs(backend, self._subject, self._tree(_SHORT_BRANCH, _BLOCKS), _BLOCKS, branches)
-            for _ in range(-(-self._arguments.blocks // _BLOCKS))
-        ]
-        return _summary(found)
+        found: list[BlockCosts] = []
+        fed: list[Feeding] = []
+        for _ in range(-(-self._arguments.blocks // _BLOCKS)):
+            found.append(block_costs(backend, self._subject, self._tree(_SHORT_BRANCH, _BLOCKS), _BLOCKS, branches))
+            feedings = (backend.feeding(self._tree(_SHORT_BRANCH), branches) for _ in range(_BLOCKS))
+            fed += [each for each in feedings if each is not None]
+        figures = _summary(found, fed, *self._forced())
+        aside(f"{backend.name}, fork, seal and join", figures)
+        return figures
+
+    def _forced(self) -> tuple[int, int]:
+        """Tokens of the longest header, and of the cue."""
+        tokenizer, numbers = self._subject.tokenizer, range(1, self._arguments.branches + 1)
+        headers = [len(step_cue(DIALECT, number).encode(tokenizer)) for number in numbers]
+        return max(headers), len(takeaway_cue(DIALECT).encode(tokenizer))
 
     def vllm(self, python: Path) -> Figures | str:
         """Autoregressive decoding of as many tokens, by batch; or why not."""
@@ -166,6 +182,7 @@ class _Bench:
                 ][1:]
                 seconds = statistics.median(rounds)
                 measured[str(count)] = {"tokens_per_second": count * new / seconds, "seconds_to_answer": seconds}
+                aside(f"{peer.name}, sequences at once: {count}", measured[str(count)])
         finally:
             peer.close()
         return {"name": peer.name, "batches": measured}
@@ -182,7 +199,8 @@ class _Bench:
         )
 
 
-def _summary(found: list[BlockCosts]) -> Figures:
+def _summary(found: list[BlockCosts], fed: list[Feeding], header: int, cue: int) -> Figures:
+    """Args: `header` and `cue`, the forced tokens of a branch and of a takeaway."""
     step = statistics.median([gap for costs in found for gap in costs.steps])
     trunk = statistics.median([gap for costs in found for gap in costs.trunk_steps])
     parts = {
@@ -191,11 +209,15 @@ def _summary(found: list[BlockCosts]) -> Figures:
         "join": [a - b for costs in found for a, b in zip(costs.joins, costs.seals, strict=True)],
         "together": [sum(values) for costs in found for values in zip(costs.forks, costs.joins, strict=True)],
     }
+    together = statistics.median(parts["together"])
+    bare = statistics.median(each.fork + each.join for each in fed) - step - trunk if fed else None
     return {
         "block_step_seconds": step,
         "trunk_step_seconds": trunk,
         **{f"{name}_steps": statistics.median(values) / step for name, values in parts.items()},
         "together_interval_steps": [end / step for end in median_interval(parts["together"])],
+        "beyond_plain_steps": (together - header * step - cue * trunk) / step,
+        "beyond_feeding_steps": None if bare is None else (together - bare) / step,
     }
 
 
@@ -216,7 +238,11 @@ def _ratios(figures: Figures) -> dict[str, float]:
                 ratios[f"{name}, {count} trees, tokens/s vs vLLM autoregressive"] = (
                     parallel["tokens_per_second"] / peer[count]["tokens_per_second"]
                 )
-        ratios[f"{name}, fork + seal + join, in steps of the block"] = measured["costs"]["together_steps"]
+        costs = measured["costs"]
+        ratios[f"{name}, fork + seal + join, in steps of the block"] = costs["together_steps"]
+        ratios[f"{name}, the same beyond its forced tokens in plain steps"] = costs["beyond_plain_steps"]
+        if costs["beyond_feeding_steps"] is not None:
+            ratios[f"{name}, the same beyond the bare feeding of its forced tokens"] = costs["beyond_feeding_steps"]
     return ratios
 
 
@@ -267,11 +293,14 @@ def _cost_table(figures: Figures) -> Table:
             costs["join_steps"],
             costs["together_steps"],
             " to ".join(f"{end:.3g}" for end in costs["together_interval_steps"]),
+            costs["beyond_plain_steps"],
+            costs["beyond_feeding_steps"],
         ]
         for name, costs in ((name, measured["costs"]) for name, measured in figures["backends"].items())
     ]
-    columns = ["", "trunk step, ms", "block step, ms", "fork", "seal", "join", "together", "95%"]
-    return table("Beyond plain steps, in steps of the block (goal: at most 2 together)", columns, rows)
+    beyond = ["beyond plain steps", "beyond bare feeding"]
+    columns = ["", "trunk step, ms", "block step, ms", "fork", "seal", "join", "together", "95%", *beyond]
+    return table("Fork, seal and join, in steps of the block (goal: at most 2 together)", columns, rows)
 
 
 if __name__ == "__main__":
