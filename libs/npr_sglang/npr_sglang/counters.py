@@ -10,7 +10,8 @@ class Counters:
     """Of one scheduler process, since it started.
 
     Attributes:
-        stitches: contexts that were put in line.
+        stitches: contexts that were put in line, one a request.
+        look_ups: how often that meant to look for its branches; else another request held it already.
         stitched_tokens: tokens whose keys and values were shared that way.
         evicted: contexts that were not in the cache as a whole.
         no_room: requests that would never have fitted.
@@ -19,6 +20,7 @@ class Counters:
     """
 
     stitches: int = 0
+    look_ups: int = 0
     stitched_tokens: int = 0
     evicted: int = 0
     no_room: int = 0

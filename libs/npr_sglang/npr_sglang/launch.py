@@ -31,6 +31,9 @@ def main() -> None:
         switches.add(arguments.pop(0))
     if ENDS_WITH_STDIN in switches:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
+    # The branches of a block share one budget, so together they ask for far more than they will say. A server that
+    # keeps room for all of it leaves some out of the batch; the engine has shared the pool out before it asks.
+    os.environ.setdefault("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "64")
     sys.argv = ["sglang.launch_server", *_FLAGS, *_of_plugin(WITHOUT_PLUGIN not in switches), *arguments]
     runpy.run_module("sglang.launch_server", run_name="__main__")
 

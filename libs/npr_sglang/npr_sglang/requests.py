@@ -7,11 +7,11 @@ its own: it runs one token of prefill, and its client is told.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from npr_sglang.contract import INVALID, KEY, ContractError, Params, Part
+from npr_sglang.contract import INVALID, KEY, ContractError, Params
 from npr_sglang.releases import installed
 
 _ATTRIBUTE = "_npr"
@@ -23,7 +23,6 @@ class State:
 
     Attributes:
         namespace: what its own tokens are cached under.
-        parts: the branches of its context.
         stitched: whether its context has been put in line.
         sealing: a finish that waits until its last token's keys and values are written.
         said: bool [V], what its body has said; None without a penalty, and before the first draw.
@@ -31,7 +30,6 @@ class State:
 
     params: Params
     namespace: str = ""
-    parts: list[Part] = field(default_factory=list)
     stitched: bool = False
     sealing: tuple[Any, int] | None = None
     said: Any = None
@@ -70,8 +68,5 @@ def _first_look(request: Any) -> State | None:
     except ContractError as error:
         abort(request, f"{INVALID}: {error}")
         return None
-    namespace = request.extra_key or ""
     context = params.context
-    if not context.blocks:
-        return State(params, namespace)
-    return State(params, context.namespace(tokens, len(context.blocks), namespace), context.parts(tokens, namespace))
+    return State(params, context.namespace(tokens, len(context.blocks), request.extra_key or ""))

@@ -16,7 +16,7 @@ from npr_rollout.sglang.transport import Transport
 from npr_rollout.sglang.wire import Ask, End, Ended, Tokens
 from npr_rollout.testing.conformance import GREEDY, POOL_TOKENS, SECONDS, TOKENIZER, check_idle, on_server
 from npr_rollout.testing.trees import TreeMaker
-from npr_sglang.contract import Block, Context, Params
+from npr_sglang.contract import STATE_KEY, Block, Context, Params
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -75,6 +75,32 @@ def test_a_batch_that_is_refused_as_a_whole_ends_as_a_whole(server: Transport) -
     names = begin(server, ask("short.", max_tokens=5), ask("long.", input_tokens=POOL_TOKENS + 100))
     assert ends_of(server, names) == [End.REFUSED, End.REFUSED]
     assert ends_of(server, begin(server, ask("next.", max_tokens=5))) == [End.LENGTH]
+
+
+def test_streams_that_may_say_more_than_fits_decode_together(server: Transport) -> None:
+    """As the branches of a block do, which share one budget. One that waits would see the first ones end by length."""
+    names = begin(server, *(ask(f"together.{i}.") for i in range(8)))
+    assert len(names) * LONG > 1.5 * POOL_TOKENS
+    assert set(ends_of(server, names, lambda: server.abort(names))) == {End.ABORTED}
+
+
+def test_the_branches_of_a_fork_look_for_their_context_once(server: Transport) -> None:
+    before = counters(server)
+    tree = MAKER.lengthen(MAKER.tree(blocks=2, branches=4, longest=1), words=20)
+    engine = on_server(server)({"tree": Script.of(tree.token_ids, tree.prompt_length, MAKER.tags)})
+    engine.submit(Request("tree", tree.prompt, GREEDY, Limits(max_tokens=len(tree.token_ids))))
+    while not engine.idle:
+        engine.step()
+    check_idle(engine)
+    grown = {name: value - before[name] for name, value in counters(server).items()}
+    assert grown["stitches"] == 6  # two joins, and the branches of the second block
+    assert grown["look_ups"] == 3
+
+
+def counters(server: Transport) -> dict[str, int]:
+    """The plug-in's."""
+    told: dict[str, int] = server.ask(lambda client: client.info())[STATE_KEY]
+    return told
 
 
 @pytest.mark.parametrize("by", ["abort", "deadline"])

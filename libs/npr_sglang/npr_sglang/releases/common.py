@@ -55,6 +55,7 @@ COMMON_TARGETS: dict[str, tuple[str, ...]] = {
         "token_ids_logprobs",
     ),
     # Overridden.
+    f"{UNIFIED}.reset": ("self",),
     f"{UNIFIED}.match_prefix": ("self", "params"),
     f"{UNIFIED}.inc_lock_ref": ("self", "node_id", "skip_lock_components"),
     f"{UNIFIED}.dec_lock_ref": ("self", "node_id", "params", "skip_swa"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from npr_sglang.cache import ForkJoinCache, Place, in_line
+from npr_sglang.cache import ForkJoinCache, Line
 from npr_sglang.requests import state_of
 
 
@@ -19,10 +18,14 @@ class Cache(ForkJoinCache):
         """How many tokens a match has found."""
         return len(match.device_indices)
 
-    def put_in_line(self, result: MatchResult, found: Sequence[MatchResult], length: int) -> MatchResult:
+    def slots(self, match: MatchResult) -> torch.Tensor:
+        """The slots of what a match has found."""
+        slots: torch.Tensor = match.device_indices
+        return slots
+
+    def put_in_line(self, result: MatchResult, line: Line, own: MatchResult) -> MatchResult:
         """A result with the slots of all that was found."""
-        place: Place = result.last_device_node
-        return result._replace(device_indices=in_line(place.context, [match.device_indices for match in found]))
+        return result._replace(device_indices=torch.cat([line.slots, own.device_indices]))
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any) -> None:
         """Keep a request's own tokens in the tree, if they were computed behind its whole context."""

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from npr_sglang.cache import ForkJoinCache, Place, in_line
+from npr_sglang.cache import ForkJoinCache, Line, Place
 from npr_sglang.requests import state_of
 
 
@@ -22,9 +22,14 @@ class Cache(ForkJoinCache):
         """How many tokens a match has found."""
         return int(match.device_prefix_len)
 
-    def put_in_line(self, result: MatchResult, found: Sequence[MatchResult], length: int) -> MatchResult:
+    def slots(self, match: MatchResult) -> torch.Tensor:
+        """The slots of what a match has just found."""
+        slots: torch.Tensor = self.path_device_indices(match.last_device_node)
+        return slots
+
+    def put_in_line(self, result: MatchResult, line: Line, own: MatchResult) -> MatchResult:
         """A result with the length of all that was found; its slots are asked for by `prefix_device_indices`."""
-        return result._replace(device_prefix_len=length)
+        return result._replace(device_prefix_len=len(line.slots) + self.found(own))
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
         """Slots of what was found of a request's input, int64; the request holds its place."""
@@ -32,7 +37,7 @@ class Cache(ForkJoinCache):
         if not isinstance(place, Place):
             slots: torch.Tensor = super().prefix_device_indices(req)
             return slots
-        return in_line(place.context, [self.path_device_indices(node) for node in place.nodes])[: req.prefix_len]
+        return torch.cat([place.line.slots, self.path_device_indices(place.own)])[: req.prefix_len]
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Keep a request's tokens in the tree; of one with a context its own tokens, once it is finished."""
