@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from _subjects import DIALECT, Subject
 
 from npr_common.cues import step_cue, takeaway_cue
@@ -52,8 +53,8 @@ class Backend(Protocol):
         """Of the tree that was decoded last: seconds that each block's branches took to be sealed after their end."""
         ...
 
-    def feeding(self, tree: Tree, branches: int) -> Feeding | None:
-        """What a block's forced tokens take it without fork and join; None where its requests can't show it."""
+    def feeding(self, tree: Tree, blocks: int, branches: int) -> list[Feeding]:
+        """What each block's forced tokens take it without fork and join; nothing where its requests can't show it."""
         ...
 
 
@@ -88,9 +89,9 @@ class TorchBackend:
         """The last token of a branch is fed with the cue: nothing is to be sealed."""
         return [0.0] * blocks
 
-    def feeding(self, tree: Tree, branches: int) -> Feeding | None:
-        """None: it has no cache of prefixes. `engine_forkjoin.py` measures it by the engine's own steps."""
-        return None
+    def feeding(self, tree: Tree, blocks: int, branches: int) -> list[Feeding]:
+        """Nothing: it has no cache of prefixes. `engine_forkjoin.py` measures it by the engine's own steps."""
+        return []
 
 
 class _Clocked(queue.SimpleQueue[Tokens | Ended]):
@@ -120,6 +121,7 @@ class SglangBackend:
         self._told = told
         self.name = f"sglang {version}"
         self.arrivals = _Clocked()
+        self._fed = itertools.count()
 
     def engine(self, scripts: dict[str, Script], trees: int) -> DecodingEngine:
         """See `Backend`."""
@@ -146,17 +148,19 @@ class SglangBackend:
             found.append(ended - said)
         return found
 
-    def feeding(self, tree: Tree, branches: int) -> Feeding:
+    def feeding(self, tree: Tree, blocks: int, branches: int) -> list[Feeding]:
         """See `Backend`: by requests that the plug-in has nothing to do with."""
-        ids = list(tree.token_ids)
-        branch_of = topology(ids, tree.prompt_length, self._subject.tags).branch_of.tolist()
-        first, *_, last = (index for index, branch in enumerate(branch_of) if branch >= 0)
-        close = first - 1
-        headers = [step_cue(DIALECT, number).encode(self._subject.tokenizer) for number in range(1, branches + 1)]
-        cue = takeaway_cue(DIALECT).encode(self._subject.tokenizer)
-        return Feeding(
-            self._feed(ids[:close], [[ids[close], *header] for header in headers]), self._feed(ids[: last + 1], [cue])
-        )
+        ids, tokenizer = list(tree.token_ids), self._subject.tokenizer
+        shape = topology(ids, tree.prompt_length, self._subject.tags)
+        headers = [step_cue(DIALECT, number).encode(tokenizer) for number in range(1, branches + 1)]
+        cue = takeaway_cue(DIALECT).encode(tokenizer)
+        found = []
+        for block in range(blocks):
+            own = np.flatnonzero((shape.block_of == block) & (shape.branch_of >= 0))
+            close, end = int(own[0]) - 1, int(own[-1]) + 1
+            fork = self._feed(ids[:close], [[ids[close], *header] for header in headers])
+            found.append(Feeding(fork, self._feed(ids[:end], [cue])))
+        return found
 
     def _feed(self, prefix: list[int], tails: Sequence[Sequence[int]]) -> float:
         self._first_tokens([prefix])
@@ -166,7 +170,7 @@ class SglangBackend:
         """Seconds until each of the sequences has told its first token."""
         self.arrivals = self._transport.arrivals = _Clocked()
         asks = [
-            Ask(f"bare.{i}", each, 1, (), SamplingParams(), Params(), at_once=True) for i, each in enumerate(inputs)
+            Ask(f"bare.{next(self._fed)}", each, 1, (), SamplingParams(), Params(), at_once=True) for each in inputs
         ]
         begin = time.perf_counter()
         self._transport.begin(asks)

@@ -15,7 +15,8 @@ block, is the fork; what passes from the branches' last tokens to the first one 
 trunk, is seal and join. The feeding of the forced tokens (headers and cue) is in them. So they are also told
 
 - beyond the plain steps in which a decoder that is not parallel would say the same forced tokens, and
-- beyond the bare feeding: plain requests for the same tokens behind a prefix in the server's cache.
+- beyond the bare feeding: plain requests for as many tokens behind a prefix of the same length, in the server's
+  cache.
 """
 
 from __future__ import annotations
@@ -150,8 +151,7 @@ class _Bench:
         fed: list[Feeding] = []
         for _ in range(-(-self._arguments.blocks // _BLOCKS)):
             found.append(block_costs(backend, self._subject, self._tree(_SHORT_BRANCH, _BLOCKS), _BLOCKS, branches))
-            feedings = (backend.feeding(self._tree(_SHORT_BRANCH), branches) for _ in range(_BLOCKS))
-            fed += [each for each in feedings if each is not None]
+            fed += backend.feeding(self._tree(_SHORT_BRANCH, _BLOCKS), _BLOCKS, branches)
         figures = _summary(found, fed, *self._forced())
         aside(f"{backend.name}, fork, seal and join", figures)
         return figures
