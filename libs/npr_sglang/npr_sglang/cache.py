@@ -107,7 +107,11 @@ class ForkJoinCache(UnifiedRadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """What is cached of a request's input, its context included."""
         state = state_of(params.req) if params.req is not None else None
-        if params.req is not None and params.req.to_finish is not None:  # its tokens have just been taken from it
+        if params.req is not None and params.req.to_finish is not None:
+            if (
+                state is not None
+            ):  # aborted while it ran, and retracted before it could end: it has all its tokens still
+                abort(params.req, "it was aborted")
             return super().match_prefix(_nothing(params))
         if state is None:
             return super().match_prefix(params)

@@ -25,8 +25,12 @@ LONG = 700
 
 
 def ask(name: str, input_tokens: int = 20, max_tokens: int = LONG, context: Context | None = None) -> Ask:
+    return ask_for(name, MAKER.words(input_tokens)[:input_tokens], max_tokens, context)
+
+
+def ask_for(name: str, tokens: list[int], max_tokens: int = 1, context: Context | None = None) -> Ask:
     params = Params(context=context or Context())
-    return Ask(name, MAKER.words(input_tokens)[:input_tokens], max_tokens, (), GREEDY, params, at_once=True)
+    return Ask(name, tokens, max_tokens, (), GREEDY, params, at_once=True)
 
 
 def begin(server: Transport, *asks: Ask) -> list[str]:
@@ -82,6 +86,31 @@ def test_streams_that_may_say_more_than_fits_decode_together(server: Transport) 
     names = begin(server, *(ask(f"together.{i}.") for i in range(8)))
     assert len(names) * LONG > 1.5 * POOL_TOKENS
     assert set(ends_of(server, names, lambda: server.abort(names))) == {End.ABORTED}
+
+
+def test_an_abort_reaches_streams_that_are_retracted_at_that_moment(server: Transport) -> None:
+    """They wait for a place with their abort pending, and what they stand on is not theirs any more."""
+    trunk, *branches = (MAKER.words(8)[:8] for _ in range(3))
+    seals = begin(server, *(ask_for(f"branch{index}.", trunk + branch) for index, branch in enumerate(branches)))
+    assert ends_of(server, seals) == [End.LENGTH, End.LENGTH]
+    context = Context((Block(len(trunk), (len(branches[0]), len(branches[1]))),))
+    retractions = 0
+    for turn in range(12):
+        names = [f"full{turn}.{index}." for index in range(24)]
+        own = [sum(branches, trunk) + MAKER.words(2) for _ in names]
+        server.begin([ask_for(name, tokens, LONG, context) for name, tokens in zip(names, own, strict=True)])
+        told, ended = 0, []
+        while len(ended) < len(names):
+            arrival = server.arrivals.get(timeout=SECONDS)
+            if isinstance(arrival, Ended):
+                ended.append(arrival)
+            elif told <= POOL_TOKENS - 100 + 20 * turn < told + len(arrival.drawn):
+                server.abort(names)
+            told += 0 if isinstance(arrival, Ended) else len(arrival.drawn)
+        assert {each.end for each in ended} <= {End.ABORTED, End.BROKEN}
+        retractions += sum(each.retractions for each in ended)
+    assert retractions
+    check_idle(on_server(server)({}))
 
 
 def test_the_branches_of_a_fork_look_for_their_context_once(server: Transport) -> None:

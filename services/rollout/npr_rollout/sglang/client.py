@@ -2,7 +2,8 @@
 
 Invariants:
 - It knows streams of tokens; nothing of trajectories.
-- Every stream that was begun ends in one `Ended`, whatever becomes of the server.
+- Every stream that was begun ends in one `Ended`, whatever becomes of the server. One whose answer breaks off (0.5.20
+  and 0.5.23 do that to an abort that meets an unread message) ends in the server too.
 - An abort reaches its stream: it is told once the server knows the stream, which would not heed an earlier one.
 """
 
@@ -49,8 +50,20 @@ class SglangClient:
 
     async def stream(self, asks: Sequence[Ask], sink: Sink) -> None:
         """Decode streams that begin together; the sink gets what comes of each, and its end."""
-        answer, known, why = Answer(asks), asyncio.Event(), "The server closed the stream."
+        answer, known, why = Answer(asks), asyncio.Event(), "Its client was closed."
         self._known |= dict.fromkeys((ask.name for ask in asks), known)
+        try:
+            why = await self._receive(asks, answer, known, sink)
+            if answer.unended and await self.is_healthy():  # it decodes them still, for nobody
+                await self.abort(answer.unended)
+                _pass_on(answer.broken(why), sink)
+        finally:
+            for ask in asks:
+                del self._known[ask.name]
+            _pass_on(answer.lost(why), sink)
+
+    async def _receive(self, asks: Sequence[Ask], answer: Answer, known: asyncio.Event, sink: Sink) -> str:
+        """Pass on what comes of streams; why nothing more does."""
         try:
             async with self._session.post(f"{self.url}/generate", json=body_of(asks)) as response:
                 known.set()
@@ -59,12 +72,10 @@ class SglangClient:
                 async for message in _messages(response):
                     _pass_on(answer.take(message), sink)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
         finally:
             known.set()
-            for ask in asks:
-                del self._known[ask.name]
-            _pass_on(answer.lost(why), sink)
+        return "The server closed the stream."
 
     async def abort(self, names: Iterable[str]) -> None:
         """Abort streams. Says nothing: their ends do, or the server is gone."""

@@ -34,6 +34,8 @@ class End(Enum):
     """It never fits into the server's pool."""
     REFUSED = "refused"
     """The server takes it for wrong."""
+    BROKEN = "broken"
+    """Its answer broke off, though the server is there: it may be asked for again."""
     LOST = "lost"
     """The server does not answer any more."""
 
@@ -141,6 +143,15 @@ class Answer:
     def refused(self, text: str) -> Iterator[Ended]:
         """The server takes what was asked for wrong."""
         return self._all_end(_kind(text, End.REFUSED), text[:500])
+
+    @property
+    def unended(self) -> list[str]:
+        """Names of the streams that have not ended."""
+        return list(self._taken)
+
+    def broken(self, text: str) -> Iterator[Ended]:
+        """Nothing more comes from a server that is there."""
+        return self._all_end(End.BROKEN, text)
 
     def lost(self, text: str) -> Iterator[Ended]:
         """Nothing more comes: the ends of streams that have none."""
