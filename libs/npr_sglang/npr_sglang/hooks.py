@@ -24,12 +24,13 @@ from npr_sglang.sampler import SAMPLING_ROWS, SamplingRows
 def after_init_forward_batch(made: Any, _cls: Any, batch: Any, *_: Any, **__: Any) -> None:
     """`ForwardBatch.init_new`: the positions, and what the sampler has to know of each row."""
     states = [state_of(request) for request in batch.reqs or ()]
-    if not any(states) or made.forward_mode.is_idle():
-        return
+    is_ours = any(states) and not made.forward_mode.is_idle()
     hidden = [state.params.context.hidden if state is not None else 0 for state in states]
-    _move_positions(made, hidden)
-    if made.sampling_info is not None:
-        setattr(made.sampling_info, SAMPLING_ROWS, _sampling_rows(made, batch, states, hidden))
+    if is_ours:
+        _move_positions(made, hidden)
+    if made.sampling_info is not None:  # it outlives a batch: rows of ours that have ended must not stay
+        rows = _sampling_rows(made, batch, states, hidden) if is_ours else None
+        setattr(made.sampling_info, SAMPLING_ROWS, rows)
 
 
 def _move_positions(made: Any, hidden: list[int]) -> None:
