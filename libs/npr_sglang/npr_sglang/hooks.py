@@ -79,7 +79,12 @@ def after_get_internal_state(answer: Any, scheduler: Any, *_: Any, **__: Any) ->
         "free_tokens": int(pool.available_size()),
         "cached_tokens": int(tree.evictable_size()),
         "held_tokens": int(tree.protected_size()),
-        "running": len(scheduler.running_batch.reqs) if scheduler.running_batch is not None else 0,
+        "running": len(_in_batches(scheduler.running_batch, scheduler.last_batch)),
         "waiting": len(scheduler.waiting_queue),
     }
     answer.internal_state[STATE_KEY] = told
+
+
+def _in_batches(*batches: Any) -> set[int]:
+    """Requests of batches. Those of the last one may hold slots until its results are taken, finished or not."""
+    return {id(request) for batch in batches if batch is not None for request in batch.reqs or ()}

@@ -65,8 +65,23 @@ def _first_look(request: Any) -> State | None:
     tokens: Sequence[int] = request.origin_input_ids
     try:
         params = Params.from_dict(custom[KEY], len(tokens))
+        _check(request, params)
     except ContractError as error:
         abort(request, f"{INVALID}: {error}")
         return None
     context = params.context
     return State(params, context.namespace(tokens, len(context.blocks), request.extra_key or ""))
+
+
+def _check(request: Any, params: Params) -> None:
+    """Raises ContractError for what the server would take, but not do, of a request with these parameters."""
+    sampling = request.sampling_params
+    if any(token >= request.vocab_size for token in params.script):
+        raise ContractError(f"script has tokens beyond the {request.vocab_size} of the model")
+    if params.seal and (sampling.n != 1 or sampling.max_new_tokens == 0):
+        raise ContractError("seal needs max_new_tokens above 0, and n 1: it is the step behind a request's last token")
+    if request.return_logprob and 0 <= request.logprob_start_len < params.context.length:
+        raise ContractError(
+            f"logprob_start_len {request.logprob_start_len} lies in the context of {params.context.length} tokens, "
+            "which is not computed again: begin behind it"
+        )

@@ -13,8 +13,14 @@ from npr_sglang.sampler import SAMPLING_ROWS
 
 
 def request(custom_params: dict[str, Any] | None = None) -> SimpleNamespace:
-    sampling = SimpleNamespace(custom_params=custom_params)
-    return SimpleNamespace(sampling_params=sampling, origin_input_ids=[1, 2, 3], extra_key=None)
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(custom_params=custom_params, n=1, max_new_tokens=4),
+        origin_input_ids=[1, 2, 3],
+        extra_key=None,
+        vocab_size=50,
+        return_logprob=True,
+        logprob_start_len=-1,
+    )
 
 
 def prepared(sampling_info: SimpleNamespace, *requests: SimpleNamespace) -> Any:

@@ -6,7 +6,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
 
+import aiohttp
 import pytest
 
 from npr_rollout.record.outcomes import Outcome
@@ -16,7 +19,7 @@ from npr_rollout.sglang.transport import Transport
 from npr_rollout.sglang.wire import Ask, End, Ended, Tokens
 from npr_rollout.testing.conformance import GREEDY, POOL_TOKENS, SECONDS, TOKENIZER, check_idle, on_server
 from npr_rollout.testing.trees import TreeMaker
-from npr_sglang.contract import STATE_KEY, Block, Context, Params
+from npr_sglang.contract import KEY, STATE_KEY, Block, Context, Params
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -73,6 +76,36 @@ def test_one_of_a_batch_can_be_refused_alone(server: Transport) -> None:
     unsound = Context((Block(5, (100,)),))
     names = begin(server, ask("sound.", max_tokens=5), ask("unsound.", max_tokens=5, context=unsound))
     assert ends_of(server, names) == [End.LENGTH, End.REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "params", "others", "why"),
+    [
+        ({}, Params(script=(len(TOKENIZER),)), {}, "beyond the"),
+        ({"max_new_tokens": 0}, Params(seal=True), {}, "seal needs"),
+        ({"n": 2}, Params(seal=True), {}, "seal needs"),
+        (
+            {},
+            Params(Context((Block(4, (3, 3)),))),
+            {"return_logprob": True, "logprob_start_len": 5},
+            "lies in the context",
+        ),
+    ],
+)
+async def test_what_the_server_can_not_do_is_refused(
+    server: Transport, sampling: dict[str, Any], params: Params, others: dict[str, Any], why: str
+) -> None:
+    body = {
+        "input_ids": MAKER.words(20)[:20],
+        "sampling_params": {"max_new_tokens": 3, "custom_params": {KEY: params.to_dict()}, **sampling},
+        **others,
+    }
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+        session.post(f"{server.url}/generate", json=body) as response,
+    ):
+        assert response.status == HTTPStatus.BAD_REQUEST
+        assert why in await response.text()
 
 
 def test_a_batch_that_is_refused_as_a_whole_ends_as_a_whole(server: Transport) -> None:

@@ -79,6 +79,8 @@ COMMON_TARGETS: dict[str, tuple[str, ...]] = {
     f"{MEMORY}.radix_cache.RadixKey": ("token_ids", "extra_key", "limit", "cache_salt"),
     f"{_REQUEST}.set_finish_with_abort": ("self", "error_msg", "status_code", "err_type"),
     f"{_REQUEST}.finished": ("self",),
+    _REQUEST: ("vocab_size", "return_logprob", "sampling_params"),
+    "sglang.srt.sampling.sampling_params.SamplingParams": ("custom_params", "max_new_tokens", "n"),
     f"{_MANAGERS}.schedule_batch.ReqKvInfo": ("req_pool_idx", "cache_protected_len"),
     _FORWARD_BATCH: ("forward_mode", "seq_lens", "seq_lens_cpu", "positions", "extend_seq_lens", "sampling_info"),
     f"{_SAMPLER}._sync_token_ids_across_tp": ("self", "batch_next_token_ids", "sampling_info"),
