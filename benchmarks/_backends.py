@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from _subjects import DIALECT, Subject
+from _trees import cues
 
-from npr_common.cues import step_cue, takeaway_cue
 from npr_common.topology import topology
 from npr_rollout.backend import DecodingEngine
 from npr_rollout.engine.config import EngineConfig
@@ -150,10 +150,9 @@ class SglangBackend:
 
     def feeding(self, tree: Tree, blocks: int, branches: int) -> list[Feeding]:
         """See `Backend`: by requests that the plug-in has nothing to do with."""
-        ids, tokenizer = list(tree.token_ids), self._subject.tokenizer
+        ids = list(tree.token_ids)
         shape = topology(ids, tree.prompt_length, self._subject.tags)
-        headers = [step_cue(DIALECT, number).encode(tokenizer) for number in range(1, branches + 1)]
-        cue = takeaway_cue(DIALECT).encode(tokenizer)
+        headers, cue = cues(self._subject, branches)
         found = []
         for block in range(blocks):
             own = np.flatnonzero((shape.block_of == block) & (shape.branch_of >= 0))

@@ -12,10 +12,9 @@ from typing import Any
 from _decoding import Decoding, Step, is_stalled
 from _harness import Begin, median_interval
 from _roofline import Roofline
-from _subjects import DIALECT, Subject
-from _trees import PAGE_SIZE, decode_trees, equal_tree, own_trees
+from _subjects import Subject
+from _trees import PAGE_SIZE, cues, decode_trees, equal_tree, own_trees
 
-from npr_common.cues import step_cue, takeaway_cue
 from npr_common.topology import topology
 from npr_rollout.engine.model_runner import kv_shape
 from npr_rollout.record.outcomes import Visibility
@@ -55,14 +54,14 @@ class TreeBench:
         self._subject = subject
         self._load = load
         self._model = subject.load(dtype)
-        headers = [len(step_cue(DIALECT, i + 1).encode(subject.tokenizer)) for i in range(load.branches)]
-        self._longest_header = max(headers)
+        headers, takeaway = cues(subject, load.branches)
+        self._longest_header = max(map(len, headers))
         self._rows = {
             Role.PROMPT: load.prompt_tokens,
             Role.TRUNK: 1,
-            Role.HEADERS: 1 + sum(headers),
+            Role.HEADERS: 1 + sum(map(len, headers)),
             Role.BRANCHES: load.branches,
-            Role.CUE: load.branches + len(takeaway_cue(DIALECT).encode(subject.tokenizer)),
+            Role.CUE: load.branches + len(takeaway),
         }
         self._trees = 0
         for mode in _MODES:  # what is compiled or packed at first use

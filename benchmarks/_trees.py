@@ -40,16 +40,23 @@ def equal_tree(
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    headers, takeaway = cues(subject, branches)
     ids = words(prompt_tokens)
     for _ in range(blocks):
         ids.append(tags.open(Role.GUIDELINE))
         for number in range(1, branches + 1):
             ids += [tags.open(Role.PLAN), *encode(DIALECT.label_of(number)), *words(1), tags.close(Role.PLAN)]
         ids.append(tags.close(Role.GUIDELINE))
-        for number in range(1, branches + 1):
-            ids += [*step_cue(DIALECT, number).encode(tokenizer), *words(branch_tokens - 1), tags.close(Role.STEP)]
-        ids += [*takeaway_cue(DIALECT).encode(tokenizer), *words(_TAKEAWAY_WORDS), tags.close(Role.TAKEAWAY)]
+        for header in headers:
+            ids += [*header, *words(branch_tokens - 1), tags.close(Role.STEP)]
+        ids += [*takeaway, *words(_TAKEAWAY_WORDS), tags.close(Role.TAKEAWAY)]
     return Tree((*ids, *words(_LAST_WORDS), tokenizer.eos_token_id), prompt_tokens)
+
+
+def cues(subject: Subject, branches: int) -> tuple[list[list[int]], list[int]]:
+    """The tokens that the engine forces: each branch's header, and what follows the last branch."""
+    headers = [step_cue(DIALECT, number).encode(subject.tokenizer) for number in range(1, branches + 1)]
+    return [list(header) for header in headers], list(takeaway_cue(DIALECT).encode(subject.tokenizer))
 
 
 def own_trees(model: Any, subject: Subject, count: int) -> list[Tree]:

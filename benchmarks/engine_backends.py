@@ -32,11 +32,10 @@ import torch
 from _backends import Backend, BlockCosts, Decoding, Feeding, TorchBackend, block_costs, decode, sglang_backend
 from _harness import Begin, aside, median_interval, parser, progress, table, tell
 from _peers import VllmError, VllmPeer
-from _subjects import DIALECT, QWEN3_SHAPE, Subject, subject
-from _trees import equal_tree
+from _subjects import QWEN3_SHAPE, Subject, subject
+from _trees import cues, equal_tree
 from rich.table import Table
 
-from npr_common.cues import step_cue, takeaway_cue
 from npr_rollout.record.outcomes import Visibility
 from npr_rollout.testing.trees import Tree
 
@@ -152,15 +151,10 @@ class _Bench:
         for _ in range(-(-self._arguments.blocks // _BLOCKS)):
             found.append(block_costs(backend, self._subject, self._tree(_SHORT_BRANCH, _BLOCKS), _BLOCKS, branches))
             fed += backend.feeding(self._tree(_SHORT_BRANCH, _BLOCKS), _BLOCKS, branches)
-        figures = _summary(found, fed, *self._forced())
+        headers, cue = cues(self._subject, branches)
+        figures = _summary(found, fed, max(map(len, headers)), len(cue))
         aside(f"{backend.name}, fork, seal and join", figures)
         return figures
-
-    def _forced(self) -> tuple[int, int]:
-        """Tokens of the longest header, and of the cue."""
-        tokenizer, numbers = self._subject.tokenizer, range(1, self._arguments.branches + 1)
-        headers = [len(step_cue(DIALECT, number).encode(tokenizer)) for number in numbers]
-        return max(headers), len(takeaway_cue(DIALECT).encode(tokenizer))
 
     def vllm(self, python: Path) -> Figures | str:
         """Autoregressive decoding of as many tokens, by batch; or why not."""
