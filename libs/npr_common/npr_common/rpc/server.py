@@ -190,7 +190,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", size),
         ("grpc.so_reuseport", 0),  # two processes on one port would share its calls unseen
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
 
 
