@@ -51,4 +51,4 @@ protos: setup ## regenerate the stubs
 
 clean: ## removes the environment, caches and the local stack's state (runs/ stays)
 	@if [ -x $(BIN)/npr ]; then $(BIN)/npr down || true; fi
-	rm -rf $(VENV) .npr .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .sglang .npr .mypy_cache .ruff_cache .pytest_cache .hypothesis

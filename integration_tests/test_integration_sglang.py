@@ -80,7 +80,7 @@ def test_a_server_without_the_plug_in_joins_by_text_and_says_so(tmp_path: Path) 
         npr("submit", *prompt, "--samples", "6", "--job-id", "plain", "--watch", "--json")
         found = trajectories(npr, "plain")
         drawn = npr("show", found[0]["trajectory_id"])[0]
-        npr("submit", *prompt, "--top-p", "0.5", "--job-id", "cut", "--watch", code=None)
+        npr("submit", *prompt, "--top-p", "0.5", "--job-id", "cut", "--watch", code=1)
         (refused,) = trajectories(npr, "cut")
     joined = [trajectory for trajectory in found if trajectory.get("textual_joins")]
     completed = [trajectory for trajectory in joined if trajectory["outcome"] == "OUTCOME_COMPLETED"]

@@ -242,10 +242,13 @@ def test_tables_and_words() -> None:
 def test_a_stack_that_serves_no_policy_says_so_and_one_that_can_not_tell_does_not() -> None:
     def policy_line(policy: PolicyStatus | None) -> list[str]:
         lines = drawn(stack_table(StackStatus(True, (), None, policy))).splitlines()
-        return [line.rstrip() for line in lines if line.startswith("policy")]
+        return [line.rstrip() for line in lines if line.startswith(("policy", "    "))]
 
-    assert policy_line(PolicyStatus("", 0, "")) == ["policy  none"]
-    assert policy_line(PolicyStatus("tiny", 3, "ab" * 32)) == ["policy  tiny@3  abababababab"]
+    assert policy_line(PolicyStatus("", 0, "", "torch", "")) == ["policy  none, decoded by torch"]
+    assert policy_line(PolicyStatus("tiny", 3, "ab" * 32, "sglang", "tiny@4 is being loaded")) == [
+        "policy  tiny@3  abababababab, decoded by sglang",
+        "        tiny@4 is being loaded",
+    ]
     assert policy_line(None) == []
 
 

@@ -1,5 +1,7 @@
 """`python -m npr_sglang`: see `launch.py`."""
 
+import sys
+
 from npr_sglang.launch import main
 
-main()
+sys.exit(main())

@@ -5,10 +5,12 @@ Invariant: what is not known to work is refused, with a sentence that says what 
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import pkgutil
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from npr_sglang.errors import PluginError
 from npr_sglang.releases import Release, installed
@@ -37,6 +39,36 @@ def _problem(target: str, names: tuple[str, ...]) -> str:
     return f"{target} has no parameter {', '.join(lacking)}" if lacking else ""
 
 
+def check_start(arguments: Sequence[str], *, has_plugin: bool) -> None:
+    """Whether a server could be started with these arguments here. It looks at no model.
+
+    Raises:
+        PluginError: it could not. What begins with "argument --..." is about that argument.
+    """
+    if has_plugin:
+        check_release()
+    import torch  # noqa: PLC0415
+    from sglang.srt.plugins import load_plugins  # noqa: PLC0415
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
+
+    load_plugins()  # which tells the server's choices of the plug-in's own
+    parser = _Parser()
+    ServerArgs.add_cli_args(parser)
+    asked = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count()
+    if asked.device == "cuda" and not gpus:
+        raise PluginError("argument --device: it is cuda, and PyTorch finds no GPU here")
+    if asked.device == "cuda" and asked.tp_size > gpus:
+        raise PluginError(f"argument --tp-size: it is {asked.tp_size}, and PyTorch finds {gpus} GPUs here")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong, without pages of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PluginError(message)
+
+
 def check_server(context: Any) -> None:
     """Whether a server, whose cache is about to be made, has all of the plug-in and nothing that it can't work with.
 
@@ -59,7 +91,7 @@ def _unhooked() -> list[str]:
 
 
 def _unsuitable(context: Any) -> list[str]:
-    from sglang.srt.runtime_context import get_spec  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_schedule, get_spec  # noqa: PLC0415
 
     params = context.params
     found = {
@@ -69,6 +101,7 @@ def _unsuitable(context: Any) -> list[str]:
         "a hierarchical cache": context.enable_hierarchical_cache,
         "speculative decoding": get_spec().speculative_algorithm is not None,
         "pipeline parallelism": params.pp_size > 1,
+        "--schedule-policy dfs-weight": get_schedule().schedule_policy == "dfs-weight",
     }
     return [f"it does not work with {what}" for what, is_so in found.items() if is_so]
 

@@ -60,10 +60,16 @@ class EngineBackend(Protocol):
     """Makes engines.
 
     Attributes:
+        name: what it is called in the settings.
         can_serve_two: whether a policy can be served while requests of the one before it are finished.
     """
 
+    name: str
     can_serve_two: bool
+
+    async def check_setup(self) -> None:
+        """Raises WrongSettingsError where no policy could ever be served with these settings; it may take a while."""
+        ...
 
     def check_can_sleep(self) -> None:
         """Raises FailedPreconditionError where `sleep` could not give back the memory."""

@@ -94,7 +94,14 @@ class Outbox:
 
     async def _score(self, items: Sequence[Finished]) -> list[trajectory_pb2.Score]:
         scores = [trajectory_pb2.Score(reason="not judged: the prompt names no verifier") for _ in items]
-        judged = [index for index, item in enumerate(items) if item.group.prompt.verifier]
+        for score, item in zip(scores, items, strict=True):
+            if item.trajectory.outcome == trajectory_pb2.OUTCOME_REFUSED:  # no answer that could be wrong
+                score.CopyFrom(_unscorable(item.trajectory.message))
+        judged = [
+            index
+            for index, item in enumerate(items)
+            if item.group.prompt.verifier and item.trajectory.outcome != trajectory_pb2.OUTCOME_REFUSED
+        ]
         if not judged:
             return scores
         request = reward_pb2.ScoreRequest(

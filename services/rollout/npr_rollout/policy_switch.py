@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from npr.types.v1 import policy_pb2
-from npr_common.errors import FailedPreconditionError, UnavailableError
+from npr_common.errors import FailedPreconditionError, NprError, UnavailableError
 from npr_common.telemetry import meter, names
 from npr_rollout.backend import EngineBackend
 from npr_rollout.engine_thread import EngineThread
@@ -33,6 +34,7 @@ class _UnderWay:
 
     ref: policy_pb2.PolicyRef | None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    begun_at: float = field(default_factory=time.monotonic)
 
 
 class PolicySwitch:
@@ -44,12 +46,27 @@ class PolicySwitch:
         self._under_way: _UnderWay | None = None
         self._awake = asyncio.Event()
         self._awake.set()
+        self._trouble = ""
         self._swaps = meter().create_counter(names.METRIC_ENGINE_SWAPS)
 
     @property
     def asleep(self) -> bool:
         """Whether the engine has given back its memory."""
         return not self._awake.is_set()
+
+    @property
+    def backend_name(self) -> str:
+        """What the engine that decodes is called in the settings."""
+        return self._backend.name
+
+    @property
+    def condition(self) -> str:
+        """What those who wait for a policy wait for, or why the last one that was wanted is not served; else empty."""
+        under_way = self._under_way
+        if under_way is None or under_way.ref is None:
+            return self._trouble
+        begun = f"{_name(under_way.ref)} is being loaded, since {time.monotonic() - under_way.begun_at:.0f} s"
+        return f"{begun}; before: {self._trouble}" if self._trouble else begun
 
     async def settled(self) -> None:
         """Returns when no swap is under way, and the engine is awake."""
@@ -107,11 +124,14 @@ class PolicySwitch:
         async with self._alone(ref):
             try:
                 swapped = await self._swap(ref, in_flight)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, NprError):
+                    self._trouble = f"{_name(ref)} can't be served: {error.message}"
                 if self.asleep:
                     await self._sleep_on()
                 raise
             self._awake.set()
+            self._trouble = ""
             return swapped
 
     async def _sleep_on(self) -> None:

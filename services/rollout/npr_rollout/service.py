@@ -84,8 +84,13 @@ class RolloutService:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
-        """Loads the policy line that is to be served from the start, and begins to take work."""
+        """Loads the policy line that is to be served from the start, and begins to take work.
+
+        Raises:
+            WrongSettingsError: the backend can't serve with its settings.
+        """
         self._loop = asyncio.get_running_loop()
+        await self._backend.check_setup()
         self._engine.start()
         observe_engine(self._engine)
         if self._settings.policy_line:

@@ -119,6 +119,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             joins_by_text=status.joins_by_text,
             asleep=self._switch.asleep,
             server=status.server,
+            backend=self._switch.backend_name,
+            condition=self._switch.condition,
         )
 
     async def ServePolicy(

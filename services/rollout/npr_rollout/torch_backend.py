@@ -25,6 +25,7 @@ _MIB = 1 << 20
 class TorchBackend:
     """A policy is checked by the very kernels that will decode with it, beside whatever is served."""
 
+    name = "torch"
     can_serve_two = True
 
     def __init__(self, loader: PolicyLoader, settings: RolloutSettings) -> None:
@@ -44,6 +45,9 @@ class TorchBackend:
             raise FailedPreconditionError(message) from error
         await between_steps(check.run)
         return partial(_serving, policy, config)
+
+    async def check_setup(self) -> None:
+        """See `EngineBackend`: what its settings can say wrong is found when they are read."""
 
     def check_can_sleep(self) -> None:
         """See `EngineBackend`: it always can."""

@@ -4,7 +4,8 @@ Invariants:
 - A group is decoded with exactly the policy it names. The worker changes the policy only while it holds no group.
 - Somebody else may change it at any time: samples that are decoded meanwhile are delivered as the old policy's, and
   groups of which a sample was ended by it, or would be decoded by the new one, are given back.
-- Leases are renewed while their groups are worked on. A lease that was lost ends its group's decoding at once.
+- Leases are renewed while their groups are worked on, or wait for their policy, which may take minutes to load. A lease
+  that was lost ends its group's decoding at once.
 - What is lost with a crash is decoding time: leases end, and the groups are rolled out again by someone.
 - A policy that can't be served keeps nobody waiting but those who need it: a job that names one ends as REFUSED, and
   the work of a run waits until the policy is well again.
@@ -63,6 +64,7 @@ class Worker:
         self._switch = switch
         self._settings = settings
         self._held: dict[Key, asyncio.Task[None]] = {}
+        self._awaiting: dict[Key, buffer_pb2.LeasedGroup] = {}  # leased groups whose policy is being served
         self._undecoded: set[tuple[Key, int]] = set()  # samples of held groups that the engine has not finished
         self._shunned = ShunnedPolicies()
         self._trouble = False  # whether work was given back since the last lease call
@@ -145,11 +147,13 @@ class Worker:
         return response.groups
 
     async def _take(self, leased: Sequence[buffer_pb2.LeasedGroup]) -> None:
-        """Serve the policy that the groups need, then start on them."""
+        """Serve the policy that the groups need, then start on those whose leases are still ours."""
         policy = leased[0].group.policy
+        self._awaiting = {_key(item): item for item in leased}
         try:
             await self._serve_policy_of(leased[0].group)
         except NprError as error:
+            leased = list(self._awaiting.values())
             if not is_lasting(error):
                 await self._return(leased)
                 raise
@@ -159,13 +163,15 @@ class Worker:
             for item in hopeless:
                 self._start(item, f"Its policy can't be served: {error.message}")
             await self._return([item for item in leased if item not in hopeless])
-        except Exception:
-            await self._return(leased)
+        except BaseException:
+            await self._return(list(self._awaiting.values()))
             raise
         else:
             self._shunned.forgive(policy)
-            for item in leased:
+            for item in self._awaiting.values():
                 self._start(item)
+        finally:
+            self._awaiting = {}
 
     def _start(self, leased: buffer_pb2.LeasedGroup, why_not: str = "") -> None:
         """Begin to roll a group out, or to refuse its samples, with `why_not`."""
@@ -266,10 +272,10 @@ class Worker:
     async def _renew_forever(self) -> None:
         while True:
             await asyncio.sleep(self._settings.lease_seconds / _RENEWALS_PER_LEASE)
-            if not self._held:
+            if not (names := {**self._held, **self._awaiting}):
                 continue
             request = buffer_pb2.RenewLeasesRequest(
-                worker_id=self.worker_id, groups=_group_keys(self._held), lease_seconds=self._settings.lease_seconds
+                worker_id=self.worker_id, groups=_group_keys(names), lease_seconds=self._settings.lease_seconds
             )
             try:
                 with rpc_errors():
@@ -278,6 +284,7 @@ class Worker:
                 log.warning("renewing leases failed and is tried again: %s", error.message)
                 continue
             for lost in response.lost_groups:
+                self._awaiting.pop((lost.run_id, lost.group_id), None)
                 task = self._held.get((lost.run_id, lost.group_id))
                 if task is not None:
                     log.info("the lease of %s is lost: its decoding ends", lost.group_id)

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
@@ -29,12 +30,14 @@ DECODING = sampling_pb2.DecodingSpec(
     visibility=sampling_pb2.VISIBILITY_PARALLEL,
 )
 
+SETTINGS = {"DEVICE": "cpu", "ATTENTION_BACKEND": "torch_native", "POOL_TOKENS": "4096", "SILENCE_SECONDS": "10"}
+
 
 @pytest.fixture
 async def stub(peers: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     if "NPR_SGLANG_PYTHON" not in os.environ:
         pytest.skip("NPR_SGLANG_PYTHON names no Python with SGLang")
-    for name, value in {"DEVICE": "cpu", "ATTENTION_BACKEND": "torch_native", "POOL_TOKENS": "4096"}.items():
+    for name, value in SETTINGS.items():
         monkeypatch.setenv(f"NPR_SGLANG_{name}", value)
     settings = RolloutSettings(backend=BackendKind.SGLANG, lease_wait_seconds=1.0)
     service = RolloutService(settings, peers.addresses)
@@ -103,6 +106,24 @@ async def test_a_server_that_dies_is_started_again(stub: Any, publish: Any) -> N
     (server,) = servers.running()
     os.killpg(server, signal.SIGKILL)
     with pytest.raises(InternalError):
+        await waiting
+    after = await generate(stub)
+    assert list(after.token_ids) == list(before.token_ids)
+    await check_sound(stub)
+
+
+async def test_a_server_that_falls_silent_is_started_again(stub: Any, publish: Any) -> None:
+    """Its front answers still, and says that it is well."""
+    policy = publish("silent-server")
+    servers = OwnServers()
+    await serve(stub, policy)
+    before = await generate(stub)
+    waiting = asyncio.create_task(generate(stub, 900))
+    await until(stub, lambda status: status.running == 1)
+    (server,) = servers.running()
+    (scheduler,) = [child for child in psutil.Process(server).children() if "scheduler" in child.name()]
+    scheduler.suspend()
+    with pytest.raises(InternalError, match="said nothing for 10 s"):
         await waiting
     after = await generate(stub)
     assert list(after.token_ids) == list(before.token_ids)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
@@ -26,8 +30,13 @@ from npr_client.sdk import (
     prompts_from_jsonl,
     text_prompt,
 )
-from npr_common.errors import InvalidArgumentError, NotFoundError
+from npr_common.errors import InvalidArgumentError, NotFoundError, NprError
 from npr_common.references import PACKAGE_PREFIX, resolve_reference
+
+REFUSED = 1
+"""Exit code of a watched job of which a sample was refused."""
+
+_CONDITION_SECONDS = 2.0
 
 
 def submit(
@@ -124,13 +133,43 @@ async def _is_run(client: NprClient, name: str) -> bool:
 
 
 async def _watch_job(client: NprClient, job_id: str, out: Output) -> None:
+    """Follow a job to its end. Ends the command with exit code 1 if a sample was refused."""
+    job = await client.jobs.get(job_id)
     with Live(console=out.talk, transient=True, refresh_per_second=8) as live:
-        async for change in client.jobs.watch(job_id, with_trajectories=True):
-            job = change.job
-            live.update(jobs_table([job]))
-            for scored in change.trajectories:
-                out.result({"trajectory": scored}, trajectory_line(scored))
+        condition = Text(style="yellow")
+
+        def draw() -> None:
+            live.update(Group(jobs_table([job]), condition) if condition else jobs_table([job]))
+
+        async with _background(_follow_condition(client, condition, draw)):
+            async for change in client.jobs.watch(job_id, with_trajectories=True):
+                job = change.job
+                draw()
+                for scored in change.trajectories:
+                    out.result({"trajectory": scored}, trajectory_line(scored))
     out.result({"job": job}, jobs_table([job]))
+    if job.outcomes.get("refused"):
+        raise typer.Exit(REFUSED)
+
+
+@contextlib.asynccontextmanager
+async def _background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Work that goes on beside the block, and ends with it."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _follow_condition(client: NprClient, condition: Text, draw: Callable[[], None]) -> None:
+    """Keep `condition` at what the rollout service says of a policy that it can't serve yet."""
+    while True:
+        with contextlib.suppress(NprError):  # what is wrong with the service, the watch itself tells
+            condition.plain = (await client.engine_status()).condition
+            draw()
+        await asyncio.sleep(_CONDITION_SECONDS)
 
 
 def trajectory_line(scored: trajectory_pb2.ScoredTrajectory) -> Text:
@@ -138,6 +177,7 @@ def trajectory_line(scored: trajectory_pb2.ScoredTrajectory) -> Text:
     trajectory, score = scored.trajectory, scored.score
     ledger = trajectory.ledger
     verdict = words.verdict(score.verdict)
+    refused = trajectory.outcome == trajectory_pb2.OUTCOME_REFUSED
     unscorable = score.verdict == trajectory_pb2.VERDICT_KIND_UNSCORABLE
     style = {"correct": "green", "incorrect": "red"}.get(verdict, "yellow")
     return Text.assemble(
@@ -146,7 +186,7 @@ def trajectory_line(scored: trajectory_pb2.ScoredTrajectory) -> Text:
         (verdict, style),
         f"  {ledger.total_tokens} tokens, critical path {ledger.critical_path_tokens}",
         f"  answer {score.answer}" if score.answer else "",
-        f"  {score.reason}" if unscorable else "",
+        f"  {trajectory.message}" if refused else f"  {score.reason}" if unscorable else "",
     )
 
 

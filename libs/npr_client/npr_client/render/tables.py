@@ -57,7 +57,9 @@ def _stack_notes(status: StackStatus) -> Iterable[Text]:
         )
     if status.policy is not None:
         named = f"{status.policy.line}@{status.policy.version}  {status.policy.digest[:12]}"
-        yield Text(f"policy  {named if status.policy.line else 'none'}")
+        yield Text(f"policy  {named if status.policy.line else 'none'}, decoded by {status.policy.backend}")
+        if status.policy.condition:
+            yield Text(f"        {status.policy.condition}", style="yellow")
     lives = any(component.health is not Health.STOPPED for component in status.components)
     if not status.supervisor_alive:
         yield Text("no supervisor: `npr up` heals the stack" if lives else "not running: `npr up` starts it", "yellow")

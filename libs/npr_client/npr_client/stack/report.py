@@ -41,11 +41,18 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class PolicyStatus:
-    """What the engine serves; no line when that is nothing, as after a start until work names a policy."""
+    """What the engine serves; no line when that is nothing, as after a start until work names a policy.
+
+    Attributes:
+        backend: what decodes.
+        condition: a policy that is being loaded, or why one is not served; else empty.
+    """
 
     line: str
     version: int
     digest: str
+    backend: str
+    condition: str
 
 
 @dataclass(frozen=True)
@@ -117,4 +124,5 @@ async def _policy(state: StackState) -> PolicyStatus | None:
             engine = await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest(), timeout=PROBE_SECONDS)
         except grpc.aio.AioRpcError:
             return None
-    return PolicyStatus(engine.policy.line, engine.policy.version, engine.policy.digest)
+    policy = engine.policy
+    return PolicyStatus(policy.line, policy.version, policy.digest, engine.backend, engine.condition)

@@ -102,7 +102,11 @@ class RunningServer:
         await self._server.start()
         if self._settings.address_file is not None:
             write_atomically(self._settings.address_file, self.address.encode())
-        await self._service.start()
+        try:
+            await self._service.start()
+        except BaseException:
+            await self._server.stop(grace=None)
+            raise
         await self.set_serving(True)
         log.info("%s serves on %s", self._service.name, self.address)
 

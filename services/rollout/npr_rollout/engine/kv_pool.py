@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,14 @@ class KvShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype, device: torch.device) -> KvShape:
+        """That of a model with this (text) configuration."""
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(config.num_hidden_layers, kv_heads, head_dim, dtype, device)
 
     @property
     def bytes_per_token(self) -> int:

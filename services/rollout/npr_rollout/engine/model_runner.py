@@ -28,11 +28,8 @@ from npr_rollout.record.trajectory import Span
 
 def kv_shape(model: Any, kv_dtype: KvDtype = KvDtype.AUTO) -> KvShape:
     """The KV cost of a model."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     weight = model.get_input_embeddings().weight
-    dtype = pool_dtype(kv_dtype, weight.dtype, weight.device)
-    return KvShape(config.num_hidden_layers, config.num_key_value_heads, head_dim, dtype, weight.device)
+    return KvShape.of(model.config, pool_dtype(kv_dtype, weight.dtype, weight.device), weight.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ Invariants:
 - A policy is served only after the server says to its canary's prompt what it must. One that fails leaves the policy
   before it to be loaded again, whose files stay until then.
 - A server that is gone, or that has stopped to answer while a policy was loaded, is started again by whoever needs it
-  next; one that others run is waited for.
+  next; one that others run is waited for. One that ends again and again while it starts is no accident: that is said to
+  whoever needs it as what can't be served.
 """
 
 from __future__ import annotations
@@ -27,19 +28,23 @@ from npr_common.errors import DataLossError, FailedPreconditionError, Unavailabl
 from npr_common.tokenizers import eos_ids
 from npr_rollout.backend import BetweenSteps
 from npr_rollout.canary import tolerance
+from npr_rollout.engine.kv_pool import KvShape
 from npr_rollout.policy_loader import LoadedPolicy, PolicyLoader
 from npr_rollout.serving import Serving
 from npr_rollout.settings import RolloutSettings
-from npr_rollout.sglang.client import wait_until_healthy
+from npr_rollout.sglang.client import SERVER_ENDED, wait_until_healthy
 from npr_rollout.sglang.engine import SglangEngine
 from npr_rollout.sglang.limits import ServerLimits
-from npr_rollout.sglang.server import RemoteServer, ServedModel, Server, SglangServer
+from npr_rollout.sglang.server import RemoteServer, ServedModel, Server, SglangServer, check_setup
 from npr_rollout.sglang.settings import SglangSettings
 from npr_rollout.sglang.transport import Transport
 from npr_rollout.sglang.weights import PARTIAL, make_weights
 from npr_rollout.swap import Build
 
 log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_HOPELESS_STARTS = 3
 
 ASLEEP = "asleep"
 """Stamp of a server that has given back its memory."""
@@ -51,6 +56,7 @@ _ABOUT_FILES = frozenset({"_name_or_path", "transformers_version"})
 class SglangBackend:
     """See the module's docstring."""
 
+    name = "sglang"
     can_serve_two = False
 
     def __init__(self, loader: PolicyLoader, rollout: RolloutSettings, settings: SglangSettings | None = None) -> None:
@@ -60,6 +66,12 @@ class SglangBackend:
         self._running: _Running | None = None
         self._served: policy_pb2.PolicyRef | None = None
         self._changing = threading.Lock()
+        self._failed_starts = 0  # in a row
+
+    async def check_setup(self) -> None:
+        """See `EngineBackend`. A server that others run is taken for well set up."""
+        if not self._settings.url:
+            await asyncio.to_thread(check_setup, self._settings)
 
     def check_can_sleep(self) -> None:
         """See `EngineBackend`. A server that others run can't be ended to that end."""
@@ -94,6 +106,7 @@ class SglangBackend:
             if running is None or not running.can_load(model):
                 running = self._restart(policy, model)
             try:
+                running.transport.clear()  # an engine that failed has left its own
                 running.make_serve(policy)
                 _check_canary(policy, model, running.transport, self._settings)
                 limits = running.limits(model, self._rollout)
@@ -118,7 +131,14 @@ class SglangBackend:
 
     def _restart(self, policy: LoadedPolicy, model: _Model) -> _Running:
         self._end_running()
-        self._running = _Running(policy, model, self._settings)
+        try:
+            self._running = _Running(policy, model, sized(self._settings, self._rollout, model))
+        except UnavailableError as error:
+            self._failed_starts += 1
+            if self._failed_starts < _HOPELESS_STARTS or error.reason != SERVER_ENDED:
+                raise
+            raise FailedPreconditionError(error.message, reason="SERVER_DOES_NOT_START") from error
+        self._failed_starts = 0
         return self._running
 
     def _sleep(self) -> None:
@@ -154,6 +174,7 @@ class _Model:
         self.context = int(config.max_position_embeddings)
         self.vocab_size = int(config.vocab_size)
         self.dtype: torch.dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        self.config = config
         self.eos = eos_ids(policy.tokenizer, _generation_config(policy.folder))
         self.built_as = {name: value for name, value in config.to_dict().items() if name not in _ABOUT_FILES}
 
@@ -168,7 +189,7 @@ class _Running:
         dtype = str(_dtype(settings.dtype, model)).removeprefix("torch.")
         served = ServedModel(policy.folder, model.context, dtype, _stamp(policy))
         self._server: Server = RemoteServer(settings.url) if settings.url else SglangServer(served, settings)
-        self.transport = Transport(self._server.url)
+        self.transport = Transport(self._server.url, settings.silence_seconds)
         self._weights = make_weights(
             settings.weights, self.transport, settings.tensor_parallel, settings.group_backend, settings.group_address
         )
@@ -176,8 +197,11 @@ class _Running:
             self.transport.ask(
                 lambda client: wait_until_healthy(client, lambda: self._server.is_alive, settings.start_seconds)
             )
-        except BaseException:
+        except BaseException as error:
             self.end()
+            if isinstance(error, UnavailableError) and error.reason == SERVER_ENDED:
+                why = f"{error.message} It says: {self._server.last_words}"
+                raise UnavailableError(why, reason=SERVER_ENDED) from error
             raise
 
     def can_load(self, model: _Model) -> bool:
@@ -198,7 +222,7 @@ class _Running:
 
     def limits(self, model: _Model, rollout: RolloutSettings) -> ServerLimits:
         """Its sizes."""
-        return ServerLimits.told(
+        limits = ServerLimits.told(
             self.transport.ask(lambda client: client.info()),
             context=model.context,
             vocab_size=model.vocab_size,
@@ -206,6 +230,12 @@ class _Running:
             max_branches=rollout.max_branches,
             max_blocks=rollout.max_blocks,
         )
+        if limits.longest < model.context:
+            log.warning(
+                "no trajectory gets longer than %d tokens, by a pool of %d and inputs of %d; the model knows %d",
+                *(limits.longest, limits.pool_tokens, limits.input_tokens, model.context),
+            )
+        return limits
 
     def sleep(self) -> None:
         """Give back the memory but keep the process. Raises UnavailableError when the server does not answer."""
@@ -223,6 +253,17 @@ class _Running:
         """Leave the server, and end it if it was started here."""
         self.transport.close()
         self._server.end()
+
+
+def sized(settings: SglangSettings, rollout: RolloutSettings, model: _Model) -> SglangSettings:
+    """Settings with a pool that is as large as that of the engine in this process, on a CPU, where none was chosen.
+
+    A server takes a share of all memory. On a GPU that is there for it; a CPU's is everybody's.
+    """
+    if settings.device != "cpu" or settings.pool_tokens or settings.memory_fraction:
+        return settings
+    shape = KvShape.of(model.config, _dtype(settings.dtype, model), torch.device("cpu"))
+    return settings.model_copy(update={"pool_tokens": max(1, rollout.kv_memory_mib * _MIB // shape.bytes_per_token)})
 
 
 def _stamp(policy: LoadedPolicy) -> str:

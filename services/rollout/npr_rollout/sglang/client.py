@@ -4,6 +4,7 @@ Invariants:
 - It knows streams of tokens; nothing of trajectories.
 - Every stream that was begun ends in one `Ended`, whatever becomes of the server. One whose answer breaks off (0.5.20
   and 0.5.23 do that to an abort that meets an unread message) ends in the server too.
+- A server that says nothing for long, on any of its streams, is taken for gone, for good.
 - An abort reaches its stream: it is told once the server knows the stream, which would not heed an earlier one.
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -25,7 +28,11 @@ from npr_rollout.sglang.wire import Answer, Ask, Ended, Tokens, body_of
 _CONTROL_SECONDS = 600.0
 _INFO_SECONDS = 60.0
 _ABORT_SECONDS = 10.0
+_POLL_SECONDS = 0.2
 _KEEPALIVE_SECONDS = 1.0  # less than the server's 5: it must not close a connection that is taken up again
+
+SERVER_ENDED = "SERVER_ENDED"
+"""Reason of an error: a server's process ended while it started."""
 
 Sink = Callable[[Tokens | Ended], None]
 
@@ -33,14 +40,24 @@ Sink = Callable[[Tokens | Ended], None]
 class SglangClient:
     """One server. Made and used in one event loop."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, silence_seconds: float = math.inf) -> None:
+        """Connect when that is needed.
+
+        Args:
+            silence_seconds: how long the server may say nothing on any stream while some are under way.
+        """
         self.url = url.rstrip("/")
+        self._silence_seconds = silence_seconds
+        self._heard_at = 0.0
+        self._is_silent = False
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             read_bufsize=1 << 20,
         )
         self._known: dict[str, asyncio.Event] = {}  # set once the server knows the stream of that name
+        self._quiet = asyncio.Event()  # set while no stream is known
+        self._quiet.set()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -51,16 +68,35 @@ class SglangClient:
     async def stream(self, asks: Sequence[Ask], sink: Sink) -> None:
         """Decode streams that begin together; the sink gets what comes of each, and its end."""
         answer, known, why = Answer(asks), asyncio.Event(), "Its client was closed."
+        if self._quiet.is_set():
+            self._heard_at = time.monotonic()
+            self._quiet.clear()
         self._known |= dict.fromkeys((ask.name for ask in asks), known)
         try:
-            why = await self._receive(asks, answer, known, sink)
+            why = await self._unless_silent(self._receive(asks, answer, known, sink))
             if answer.unended and await self.is_healthy():  # it decodes them still, for nobody
                 await self.abort(answer.unended)
                 _pass_on(answer.broken(why), sink)
         finally:
             for ask in asks:
                 del self._known[ask.name]
+            if not self._known:
+                self._quiet.set()
             _pass_on(answer.lost(why), sink)
+
+    async def _unless_silent(self, receiving: Coroutine[None, None, str]) -> str:
+        """What `receiving` returns, or that the server is silent."""
+        task = asyncio.ensure_future(receiving)
+        try:
+            while not task.done():
+                left = self._heard_at + self._silence_seconds - time.monotonic()
+                if left <= 0:
+                    self._is_silent = True
+                    return f"It has said nothing for {self._silence_seconds:.0f} s."
+                await asyncio.wait({task}, timeout=None if math.isinf(left) else left)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _receive(self, asks: Sequence[Ask], answer: Answer, known: asyncio.Event, sink: Sink) -> str:
         """Pass on what comes of streams; why nothing more does."""
@@ -70,6 +106,7 @@ class SglangClient:
                 if response.status != HTTPStatus.OK:
                     _pass_on(answer.refused(await response.text()), sink)
                 async for message in _messages(response):
+                    self._heard_at = time.monotonic()
                     _pass_on(answer.take(message), sink)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
@@ -89,8 +126,19 @@ class SglangClient:
 
     # --- control ---
 
+    async def end_streams(self) -> None:
+        """Abort all streams; returns once they have ended. Raises UnavailableError when they don't."""
+        try:
+            async with asyncio.timeout(_ABORT_SECONDS):
+                await self.abort(list(self._known))
+                await self._quiet.wait()
+        except TimeoutError as error:
+            raise UnavailableError(f"The SGLang server at {self.url} does not end its streams.") from error
+
     async def is_healthy(self) -> bool:
         """Whether the server answers."""
+        if self._is_silent:
+            return False
         try:
             async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
                 return answer.status == HTTPStatus.OK
@@ -237,13 +285,13 @@ async def wait_until_healthy(client: SglangClient, is_alive: Callable[[], bool],
     """Returns when the server answers.
 
     Raises:
-        UnavailableError: its process has ended, or the time is up.
+        UnavailableError: its process has ended (`SERVER_ENDED`), or the time is up.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     while not await client.is_healthy():
         if not is_alive():
-            raise UnavailableError("The SGLang server ended while it started; its log says why.")
+            raise UnavailableError("The SGLang server ended while it started.", reason=SERVER_ENDED)
         if loop.time() > end:
             raise UnavailableError(f"The SGLang server did not answer within {seconds:.0f} s; its log says why.")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(_POLL_SECONDS)

@@ -29,7 +29,8 @@ from npr_sglang.contract import FREE, Context, Params
 from npr_sglang.contract import Block as ContextBlock
 
 _GREEDY = SamplingParams(temperature=0.0)
-_MAX_IDLE_ENDS = 20  # streams of one span in a row that ended without a token, before that is taken for a fault
+_MAX_IDLE_ENDS = 20  # streams in a row that ended without a token, before that is taken for a fault
+_MAX_EVICTIONS = 20  # of a trajectory's context; it had the server to itself long before
 
 
 class Purpose(Enum):
@@ -139,13 +140,15 @@ class Journey:
             raise InternalError(f"The SGLang server is gone: {ended.message}")
         self.trajectory.preemptions += ended.retractions
         stream.ended = ended
-        if ended.end is End.EVICTED:
+        if ended.end is End.EVICTED and self._sealed:  # all streams that stand on a context tell of its eviction
             self.evictions += 1
             self._sealed.clear()
         if not stream.drawn:
             self._close(stream)
         if ended.end in (End.REFUSED, End.NO_ROOM):
             return f"The SGLang server refuses it ({ended.end.value}): {ended.message}"
+        if self.evictions > _MAX_EVICTIONS:
+            return "The SGLang server evicts its context again and again."
         return "The SGLang server ends its streams without a token." if self._idle_ends > _MAX_IDLE_ENDS else ""
 
     def _by_our_rules(self, drawn: list[Drawn]) -> list[Drawn]:
@@ -184,7 +187,7 @@ class Journey:
         del self._streams[stream.ask.name]
         if self._wrote_all(stream):
             self._sealed.add(stream.span)
-        elif not stream.taken:
+        elif not stream.taken and stream.ended is not None and stream.ended.end is not End.EVICTED:
             self._idle_ends += 1
 
     def _wrote_all(self, stream: Stream) -> bool:

@@ -67,11 +67,16 @@ class ServerLimits:
             native=info.get("radix_cache_backend") == BACKEND,
         )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory, all branches in line, that fits."""
+        return min(self.pool_tokens, self.input_tokens) - _SPARE
+
     def resolve(self, request: Request) -> tuple[ResolvedLimits, str]:
         """Limits with defaults filled in, and why they can never be granted (empty when they can)."""
         asked, prompt = request.limits, len(request.prompt_ids)
         room = self.context - prompt
-        fits = max(0, min(self.pool_tokens, self.input_tokens) - prompt - _SPARE)
+        fits = max(0, self.longest - prompt)
         wanted = asked.max_tokens if asked.max_tokens is not None else self._default_tokens(fits)
         obstacle = "" if self.native else _beyond_a_plain_server(request.sampling)
         if wanted > fits or fits == 0:

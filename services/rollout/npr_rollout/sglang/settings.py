@@ -43,6 +43,11 @@ class SglangSettings(Settings):
         default=8, ge=1, description="tokens that the server tells of at once, where nobody watches"
     )
     start_seconds: float = Field(default=900.0, gt=0, description="how long the server may take to start")
+    silence_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        description="how long the server may bring no token of any trajectory, before it is given up",
+    )
     threads: int = Field(default=1, ge=1, description="CPU threads of one operation, on a CPU")
     arguments: list[str] = Field(default=[], description="more arguments of `sglang.launch_server`, a JSON list")
     weights: WeightWay = Field(

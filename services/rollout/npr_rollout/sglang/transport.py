@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,14 +30,15 @@ class Transport:
         url: the server's.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, silence_seconds: float = math.inf) -> None:
+        """See `SglangClient`."""
         self.url = url
         self.arrivals: queue.SimpleQueue[Tokens | Ended] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="npr-sglang", daemon=True)
         self._thread.start()
-        self._client = self._run(lambda: _connect(url), _CLOSE_SECONDS)
+        self._client = self._run(lambda: _connect(url, silence_seconds), _CLOSE_SECONDS)
 
     def begin(self, asks: Sequence[Ask]) -> None:
         """Begin streams, together."""
@@ -51,6 +53,12 @@ class Transport:
     def ask(self, question: Callable[[SglangClient], Awaitable[T]], seconds: float | None = None) -> T:
         """The answer to a question to the server. Raises what the client raises, TimeoutError when it takes longer."""
         return self._run(lambda: question(self._client), seconds)
+
+    def clear(self) -> None:
+        """End all streams, and forget what they brought. Raises UnavailableError when they don't end."""
+        self.ask(lambda client: client.end_streams())
+        while not self.arrivals.empty():
+            self.arrivals.get_nowait()
 
     def close(self) -> None:
         """End all streams, and the thread."""
@@ -88,5 +96,5 @@ class Transport:
         await self._client.close()
 
 
-async def _connect(url: str) -> SglangClient:
-    return SglangClient(url)
+async def _connect(url: str, silence_seconds: float) -> SglangClient:
+    return SglangClient(url, silence_seconds)

@@ -776,6 +776,8 @@ class GetEngineStatusResponse(_message.Message):
     JOINS_BY_TEXT_FIELD_NUMBER: _builtins.int
     ASLEEP_FIELD_NUMBER: _builtins.int
     SERVER_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    CONDITION_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Trajectories being decoded."""
     waiting: _builtins.int
@@ -814,6 +816,10 @@ class GetEngineStatusResponse(_message.Message):
     """True where joins are made by feeding all branches again as plain text; see `Trajectory.textual_joins`."""
     asleep: _builtins.bool
     """True between `Sleep` and the next `ServePolicy`."""
+    backend: _builtins.str
+    """What decodes: `torch`, or `sglang`."""
+    condition: _builtins.str
+    """A policy that is being loaded, or why the last one that was wanted is not served; empty when there is nothing to say."""
     @_builtins.property
     def policy(self) -> _policy_pb2.PolicyRef:
         """What it serves; unset while nothing is loaded."""
@@ -856,10 +862,12 @@ class GetEngineStatusResponse(_message.Message):
         joins_by_text: _builtins.bool = ...,
         asleep: _builtins.bool = ...,
         server: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        backend: _builtins.str = ...,
+        condition: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "audit_problems", b"audit_problems", "evictions", b"evictions", "fork_refusals", b"fork_refusals", "forks", b"forks", "forward_seconds", b"forward_seconds", "joins", b"joins", "joins_by_text", b"joins_by_text", "kv_tokens_attended", b"kv_tokens_attended", "kv_tokens_read", b"kv_tokens_read", "pages_cached", b"pages_cached", "pages_total", b"pages_total", "pages_used", b"pages_used", "policy", b"policy", "preemptions", b"preemptions", "running", b"running", "sampling_seconds", b"sampling_seconds", "scheduling_seconds", b"scheduling_seconds", "server", b"server", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "audit_problems", b"audit_problems", "backend", b"backend", "condition", b"condition", "evictions", b"evictions", "fork_refusals", b"fork_refusals", "forks", b"forks", "forward_seconds", b"forward_seconds", "joins", b"joins", "joins_by_text", b"joins_by_text", "kv_tokens_attended", b"kv_tokens_attended", "kv_tokens_read", b"kv_tokens_read", "pages_cached", b"pages_cached", "pages_total", b"pages_total", "pages_used", b"pages_used", "policy", b"policy", "preemptions", b"preemptions", "running", b"running", "sampling_seconds", b"sampling_seconds", "scheduling_seconds", b"scheduling_seconds", "server", b"server", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
