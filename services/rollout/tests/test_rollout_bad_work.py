@@ -20,12 +20,14 @@ from npr_common.errors import FailedPreconditionError, InvalidArgumentError, Not
 from npr_common.policy_store import PolicyMetadata
 from npr_common.rpc import connect, rpc_errors
 from npr_common.testing.servers import running_server
+from npr_rollout.policy_loader import LoadedPolicy, PolicyLoader
 from npr_rollout.service import RolloutService
 from npr_rollout.settings import RolloutSettings
 from npr_rollout.shunned import ShunnedPolicies, is_lasting
 from npr_rollout.testing.models import tagged_tokenizer, tiny_model
 
 LONG = 60.0
+LEASE_SECONDS = 4.0
 REFUSES_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "{{ m['content'] }}{% endfor %}"
@@ -34,7 +36,7 @@ REFUSES_SYSTEM = (
 
 @asynccontextmanager
 async def rollout(peers: Any) -> AsyncIterator[Any]:
-    settings = RolloutSettings(kv_memory_mib=8, lease_wait_seconds=1.0, lease_seconds=4.0, torch_threads=1)
+    settings = RolloutSettings(kv_memory_mib=8, lease_wait_seconds=1.0, lease_seconds=LEASE_SECONDS, torch_threads=1)
     service = RolloutService(settings, peers.addresses)
     async with running_server(service) as address, connect(address) as channel:
         yield rollout_pb2_grpc.RolloutServiceStub(channel)
@@ -194,3 +196,32 @@ def test_what_passes_by_itself_is_no_reason_to_shun() -> None:
     assert is_lasting(FailedPreconditionError("no such model"))
     assert not is_lasting(FailedPreconditionError("another is being loaded", reason="SWAP_UNDER_WAY"))
     assert not is_lasting(UnavailableError("the store is away"))
+
+
+async def test_a_lease_lives_while_its_policy_is_being_loaded(
+    peers: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load, load = asyncio.Event(), PolicyLoader.load
+
+    async def late(loader: PolicyLoader, ref: policy_pb2.PolicyRef) -> LoadedPolicy:
+        await may_load.wait()
+        return await load(loader, ref)
+
+    monkeypatch.setattr(PolicyLoader, "load", late)
+    policy = publish("late")
+    async with rollout(peers) as stub, connect(peers.addresses.buffer_address) as channel:
+        buffer: Any = buffer_pb2_grpc.BufferServiceStub(channel)
+        before = await buffer.GetQueueStats(buffer_pb2.GetQueueStatsRequest())
+        waiting = job(policy)
+        await stub.SubmitJob(waiting)
+        async with asyncio.timeout(LONG):
+            while not (await buffer.GetQueueStats(buffer_pb2.GetQueueStatsRequest())).leased_groups:
+                pass
+        await asyncio.sleep(1.5 * LEASE_SECONDS)  # longer than a lease lives by itself
+        status = await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest())
+        assert status.condition.startswith("late@0 is being loaded, since ")
+        may_load.set()
+        assert len(await done(stub, waiting.request_id)) == 2
+        after = await buffer.GetQueueStats(buffer_pb2.GetQueueStatsRequest())
+        assert after.expired_leases == before.expired_leases
+        assert not (await stub.GetEngineStatus(rollout_pb2.GetEngineStatusRequest())).condition
