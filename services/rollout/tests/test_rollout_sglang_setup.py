@@ -9,6 +9,7 @@ import uuid
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -16,7 +17,6 @@ from npr.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from npr.types.v1 import prompt_pb2, sampling_pb2, trajectory_pb2
 from npr_common.config import WRONG_SETTINGS_EXIT_CODE, WrongSettingsError
 from npr_common.errors import NprError, rpc_errors
-from npr_common.rpc import connect
 from npr_common.testing.servers import running_server
 from npr_rollout.service import RolloutService
 from npr_rollout.settings import BackendKind, RolloutSettings
@@ -25,6 +25,7 @@ from npr_rollout.sglang.server import check_setup
 from npr_rollout.sglang.settings import SglangSettings
 from npr_rollout.testing.calls import serve
 
+NO_RETRIES = [("grpc.enable_retries", 0)]
 ON_CPU = {"device": "cpu", "attention_backend": "torch_native"}
 
 
@@ -80,7 +81,7 @@ def test_a_service_that_could_never_serve_does_not_start() -> None:
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_server_that_ends_while_it_starts(
     python: str, peers: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +91,7 @@ async def test_a_server_that_ends_while_it_starts(
         monkeypatch.setenv(f"NPR_SGLANG_{name}", value)
     policy = publish("never-starts")
     service = RolloutService(RolloutSettings(backend=BackendKind.SGLANG, lease_wait_seconds=1.0), peers.addresses)
-    async with running_server(service) as address, connect(address) as channel:
+    async with running_server(service) as address, grpc.aio.insecure_channel(address, NO_RETRIES) as channel:
         stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
         with pytest.raises(NprError, match="dfs-weight"), rpc_errors():
             await serve(stub, policy)
