@@ -93,15 +93,8 @@ class Outbox:
                     item.done.set_result(None)
 
     async def _score(self, items: Sequence[Finished]) -> list[trajectory_pb2.Score]:
-        scores = [trajectory_pb2.Score(reason="not judged: the prompt names no verifier") for _ in items]
-        for score, item in zip(scores, items, strict=True):
-            if item.trajectory.outcome == trajectory_pb2.OUTCOME_REFUSED:  # no answer that could be wrong
-                score.CopyFrom(_unscorable(item.trajectory.message))
-        judged = [
-            index
-            for index, item in enumerate(items)
-            if item.group.prompt.verifier and item.trajectory.outcome != trajectory_pb2.OUTCOME_REFUSED
-        ]
+        scores = [_unjudged(item) for item in items]
+        judged = [index for index, item in enumerate(items) if item.group.prompt.verifier and not _is_refused(item)]
         if not judged:
             return scores
         request = reward_pb2.ScoreRequest(
@@ -159,6 +152,17 @@ def _score_item(item: Finished) -> reward_pb2.ScoreItem:
         verifier=prompt.verifier,
         metadata=dict(prompt.metadata),
     )
+
+
+def _is_refused(item: Finished) -> bool:
+    return item.trajectory.outcome == trajectory_pb2.OUTCOME_REFUSED
+
+
+def _unjudged(item: Finished) -> trajectory_pb2.Score:
+    """The score of what no verifier sees; what was refused has no answer that could be wrong."""
+    if _is_refused(item):
+        return _unscorable(item.trajectory.message)
+    return trajectory_pb2.Score(reason="not judged: the prompt names no verifier")
 
 
 def _unscorable(reason: str) -> trajectory_pb2.Score:

@@ -177,7 +177,6 @@ def trajectory_line(scored: trajectory_pb2.ScoredTrajectory) -> Text:
     trajectory, score = scored.trajectory, scored.score
     ledger = trajectory.ledger
     verdict = words.verdict(score.verdict)
-    refused = trajectory.outcome == trajectory_pb2.OUTCOME_REFUSED
     unscorable = score.verdict == trajectory_pb2.VERDICT_KIND_UNSCORABLE
     style = {"correct": "green", "incorrect": "red"}.get(verdict, "yellow")
     return Text.assemble(
@@ -186,7 +185,7 @@ def trajectory_line(scored: trajectory_pb2.ScoredTrajectory) -> Text:
         (verdict, style),
         f"  {ledger.total_tokens} tokens, critical path {ledger.critical_path_tokens}",
         f"  answer {score.answer}" if score.answer else "",
-        f"  {trajectory.message}" if refused else f"  {score.reason}" if unscorable else "",
+        f"  {score.reason}" if unscorable else "",
     )
 
 
