@@ -1,15 +1,23 @@
-"""One PAPO gradient over a batch of parallel trajectories: the learner against two naive loops, on the same batch.
+"""One PAPO gradient over a batch of the tiny recipe's trajectories: the learner against plain loops, on the same batch.
 
-The rivals compute the same gradient, and are checked for it: `one_row` runs one trajectory a pass; `padded` pads every
-row to the batch's longest. Both take full logits of every position through autograd. The learner sorts rows by length,
-sends only trained positions through a chunked head, and only measures rows whose advantage is 0.
+All compute the same gradient, and are checked for it.
+
+- `learner`: rows packed without padding, each group's prompt computed once (what the service runs);
+- `packed`: the same, every row with its own prompt;
+- `padded`: a trajectory a row, padded to the longest of its pass, under a dense mask, in the order they came;
+- `one_row`: one trajectory a pass;
+- `full_logits`: as `padded`, with the logits of every position through autograd.
+
+All but `full_logits` send only trained positions through the chunked head.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +25,25 @@ import torch
 from _harness import parser, tell
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from npr_common.topology import Topology
+from npr_common.dialects import load_dialect
+from npr_common.tags import TagIds
+from npr_common.tasks import MultipartTask, Split
+from npr_common.tokenizers import add_tag_tokens
 from npr_learner.advantages import papo_advantages
-from npr_learner.batch import Batch, Row, collate, row_of_trajectory
+from npr_learner.attention.interface import TREE_ATTENTION
+from npr_learner.batch import Batch
+from npr_learner.canonical import ResponseEncoder
 from npr_learner.gradient import accumulate_gradient, trained_tokens
+from npr_learner.log_probs import chosen_log_probs
 from npr_learner.objectives import LossTerms, papo_loss
 from npr_learner.options import StageOptions
-from npr_learner.testing import make_world
+from npr_learner.row import Row, make_row
+from npr_learner.seed.corpus import Author, Mix
+from npr_learner.seed.tokenizer import build_tokenizer
 
 BUDGET_TOKENS = 4096
-GROUP = 8
+GROUP = 12
+"""Responses to a prompt, as in the tiny recipe."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,7 @@ class Shape:
     layers: int
 
 
-SHAPES = (Shape("tiny", 64, 128, 4), Shape("large_vocabulary", 32_768, 128, 2))
+SHAPES = (Shape("tiny", 128, 128, 3), Shape("large_vocabulary", 32_768, 128, 2))
 
 
 def make_model(shape: Shape) -> Qwen3ForCausalLM:
@@ -56,30 +73,34 @@ def make_model(shape: Shape) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         initializer_range=0.06,
     )
-    return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
+    return Qwen3ForCausalLM._from_config(config, attn_implementation=TREE_ATTENTION)
 
 
-def make_rows(count: int, vocabulary: int) -> list[Row]:
-    """Trajectories of one to six branches; a third of their groups are all right, so their advantage is 0."""
-    world, generator = make_world(), np.random.default_rng(0)
-    names = [f"{index // GROUP}" for index in range(count)]
-    rewards = [1.0 if index // GROUP % 3 == 0 else float(generator.choice([-1, 1])) for index in range(count)]
-    advantages = papo_advantages(rewards, names, 1e-6)
-    return [
-        row_of_trajectory(
-            world.parallel(generator, name, index, branches=int(generator.integers(1, 7))),
-            world.tags,
-            vocabulary,
-            float(advantage),
-        )
-        for index, (name, advantage) in enumerate(zip(names, advantages, strict=True))
-    ]
+def make_rows(prompts: int) -> list[Row]:
+    """`GROUP` well-formed responses to each prompt; a third of the groups are all right, so their advantage is 0."""
+    dialect = load_dialect("npr")
+    tokenizer = add_tag_tokens(build_tokenizer(), dialect)
+    encoder = ResponseEncoder(tokenizer, dialect, parallel=True)
+    author, generator = Author(random.Random(0), Mix(well_formed=1, defective=0, bare=0)), np.random.default_rng(0)
+    names = [f"{index // GROUP}" for index in range(prompts * GROUP)]
+    rewards = [1.0 if int(name) % 3 == 0 else float(generator.choice([-1, 1])) for name in names]
+    rows = []
+    for name, advantage in zip(names, papo_advantages(rewards, names, 1e-6), strict=True):
+        problem = MultipartTask().problem(int(name), Split.TRAIN)
+        prompt = [{"role": "user", "content": problem.prompt_text}]
+        prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        response = encoder.encode(author.response(problem))
+        if response is None:
+            raise AssertionError("the author's responses are well-formed")
+        tags = TagIds.from_tokenizer(tokenizer, dialect)
+        rows.append(make_row([*prompt_ids, *response.ids], response.forced, None, tags, float(advantage)))
+    return rows
 
 
-def learner(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
+def learner(model: Qwen3ForCausalLM, rows: Sequence[Row], *, share_prompts: bool = True) -> None:
     """What the service runs."""
+    options = StageOptions(learning_rate=1.0, micro_batch_tokens=BUDGET_TOKENS, share_prompts=share_prompts)
     normalizer = trained_tokens(rows)
-    options = StageOptions(learning_rate=1.0, micro_batch_tokens=BUDGET_TOKENS)
 
     def loss_of(log_probs: torch.Tensor, batch: Batch) -> LossTerms:
         return papo_loss(log_probs, batch.advantages_N.to(log_probs.dtype), normalizer)
@@ -87,49 +108,82 @@ def learner(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
     accumulate_gradient(model, rows, loss_of, options, lambda *_: None)
 
 
-def one_row(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
-    """One trajectory a pass."""
-    for row in rows:
-        _naive(model, [row], len(row), trained_tokens(rows))
+class Padded(NamedTuple):
+    """Rows padded at the right to the longest, a trajectory a row, as `Batch` has them packed."""
+
+    token_ids_BS: torch.Tensor
+    positions_BS: torch.Tensor
+    visible_B1SS: torch.Tensor
+    sources_N: torch.Tensor
+    targets_N: torch.Tensor
+    advantages_N: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Padded:
+        """Pads; padded tokens see what is before them."""
+        width = max(map(len, rows))
+        ids, positions = np.zeros((2, len(rows), width), np.int64)
+        visible = np.tile(np.tri(width, dtype=np.bool_), (len(rows), 1, 1, 1))
+        for index, row in enumerate(rows):
+            ids[index, : len(row)], positions[index, : len(row)] = row.token_ids, row.topology.positions
+            visible[index, 0, : len(row), : len(row)] = row.topology.dense_mask()
+        sources = [row.topology.predecessors[row.trained] + index * width for index, row in enumerate(rows)]
+        targets = [row.token_ids[row.trained] for row in rows]
+        advantages = [np.full(len(row.trained), row.advantage, np.float32) for row in rows]
+        flat = (torch.from_numpy(np.concatenate(each)) for each in (sources, targets, advantages))
+        return cls(*map(torch.from_numpy, (ids, positions, visible)), *flat)
+
+    def hidden(self, model: Qwen3ForCausalLM) -> torch.Tensor:
+        """Final hidden states, flat [B * S, H]."""
+        output = model.get_decoder()(
+            input_ids=self.token_ids_BS,
+            attention_mask=self.visible_B1SS,
+            position_ids=self.positions_BS,
+            use_cache=False,
+        )
+        states: torch.Tensor = output.last_hidden_state.flatten(0, 1)
+        return states
 
 
-def padded(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
-    """Every row padded to the longest, in the order they came."""
-    width = max(map(len, rows))
-    size = BUDGET_TOKENS // width
-    for start in range(0, len(rows), size):
-        _naive(model, rows[start : start + size], width, trained_tokens(rows))
+def padded(model: Qwen3ForCausalLM, rows: Sequence[Row], *, size: int | None = None) -> None:
+    """A trajectory a row, `size` rows a pass or as many as the budget holds; rows without gradient are measured."""
+    for row_set, has_gradient in _by_gradient(rows):
+        for part in _passes(row_set, size):
+            batch = Padded.of(part)
+            with torch.set_grad_enabled(has_gradient):
+                hidden_NH = batch.hidden(model)[batch.sources_N]
+                log_probs, _ = chosen_log_probs(hidden_NH, model.get_output_embeddings().weight, batch.targets_N)
+            if has_gradient:
+                torch.autograd.backward(papo_loss(log_probs, batch.advantages_N, trained_tokens(rows)).loss)
 
 
-def _naive(model: Qwen3ForCausalLM, rows: Sequence[Row], width: int, normalizer: int) -> None:
-    batch = collate([*rows, _filler(rows[0], width)], torch.device("cpu"))
-    count = len(rows)
-    positions = batch.positions_BS
-    visible = batch.visible_B1SS
-    logits = model(
-        input_ids=batch.token_ids_BS[:count],
-        attention_mask=None if visible is None else visible[:count],
-        position_ids=None if positions is None else positions[:count],
-    ).logits
-    log_probs_of_all = logits.log_softmax(-1).flatten(0, 1)[batch.sources_N]
-    log_probs = log_probs_of_all.gather(-1, batch.targets_N[:, None]).squeeze(-1)
-    torch.autograd.backward(papo_loss(log_probs, batch.advantages_N.float(), normalizer).loss)
+def full_logits(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
+    """All rows with all their logits."""
+    for part in _passes(rows, None):
+        batch = Padded.of(part)
+        logits = batch.hidden(model) @ model.get_output_embeddings().weight.T
+        log_probs = logits.log_softmax(-1)[batch.sources_N].gather(-1, batch.targets_N[:, None]).squeeze(-1)
+        torch.autograd.backward(papo_loss(log_probs, batch.advantages_N, trained_tokens(rows)).loss)
 
 
-def _filler(row: Row, width: int) -> Row:
-    """A row of `width` tokens without trained ones; it makes `collate` pad the others to that width."""
+def _by_gradient(rows: Sequence[Row]) -> Iterator[tuple[list[Row], bool]]:
+    yield [row for row in rows if row.advantage], True
+    yield [row for row in rows if not row.advantage], False
 
-    empty = np.zeros(0, np.int64)
-    return replace(
-        row,
-        token_ids=np.zeros(width, np.int64),
-        topology=Topology.causal(width),
-        trained=empty,
-        behavior_log_probs=np.zeros(0, np.float32),
-    )
+
+def _passes(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:
+    size = size or BUDGET_TOKENS // max(map(len, rows))
+    return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 Contender = Callable[[Qwen3ForCausalLM, Sequence[Row]], None]
+CONTENDERS: dict[str, Contender] = {
+    "learner": learner,
+    "packed": partial(learner, share_prompts=False),
+    "padded": padded,
+    "one_row": partial(padded, size=1),
+    "full_logits": full_logits,
+}
 
 
 class Pass(NamedTuple):
@@ -151,10 +205,9 @@ def run(contender: Contender, model: Qwen3ForCausalLM, rows: Sequence[Row]) -> P
 def measure(shape: Shape, rows: Sequence[Row], repeats: int) -> dict[str, float]:
     """Best CPU seconds of each contender, in turns; raises if their gradients differ."""
     model = make_model(shape)
-    contenders: dict[str, Contender] = {"learner": learner, "one_row": one_row, "padded": padded}
-    seconds = dict.fromkeys(contenders, float("inf"))
+    seconds = dict.fromkeys(CONTENDERS, float("inf"))
     for _ in range(repeats):
-        passes = {name: run(contender, model, rows) for name, contender in contenders.items()}
+        passes = {name: run(contender, model, rows) for name, contender in CONTENDERS.items()}
         for name, one in passes.items():
             require_equal(name, one.gradient, passes["learner"].gradient)
             seconds[name] = min(seconds[name], one.seconds)
@@ -171,20 +224,26 @@ def require_equal(name: str, gradient: torch.Tensor, expected: torch.Tensor) -> 
 def main() -> None:
     """Measures and tells."""
     arguments = parser(__doc__).parse_args()
-    count, repeats = (24, 2) if arguments.quick else (192, 6)
-    rows = {shape: make_rows(count, shape.vocabulary) for shape in SHAPES}
-    seconds = {shape.name: measure(shape, rows[shape], repeats) for shape in SHAPES}
+    prompts, repeats = (4, 2) if arguments.quick else (16, 6)
+    rows = make_rows(prompts)
+    seconds = {shape.name: measure(shape, rows, repeats) for shape in SHAPES}
     ratios = {
         f"{shape}_learner_vs_{rival}": taken[rival] / taken["learner"]
         for shape, taken in seconds.items()
-        for rival in ("one_row", "padded")
+        for rival in CONTENDERS
+        if rival != "learner"
     }
+    ratios |= {f"{shape}_packed_vs_padded": taken["padded"] / taken["packed"] for shape, taken in seconds.items()}
+    tokens = sum(map(len, rows))
     figures = {
         "benchmark": "learner_step",
-        "rows": count,
-        "tokens": sum(map(len, rows[SHAPES[0]])),
+        "rows": len(rows),
+        "tokens": tokens,
+        "prompt_tokens": sum(row.topology.prompt_length for row in rows),
+        "longest": max(map(len, rows)),
         "threads": torch.get_num_threads(),
         "cpu_seconds": seconds,
+        "tokens_per_cpu_second": {shape: tokens / taken["learner"] for shape, taken in seconds.items()},
         "ratios": ratios,
     }
     tell(figures, as_json=arguments.json)

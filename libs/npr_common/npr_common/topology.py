@@ -16,22 +16,18 @@ next n spans runs up to and with the next `</step>`, whatever other tags stand i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from npr_common.tags import Role, Tag, TagIds
 
-if TYPE_CHECKING:
-    import torch
-
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-MaskMod = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 NONE = -1
 """Index that stands for "in no block", "in no branch" or "has no predecessor" in the integer arrays."""
@@ -64,15 +60,6 @@ class TokenSpan:
 
     def __len__(self) -> int:
         return self.end - self.start
-
-
-class BranchArrays(NamedTuple):
-    """All that attention needs beside the causal order, each int32 [S] (or [B, S] when stacked)."""
-
-    block: npt.NDArray[np.int32]
-    """Index of the token's block, `NONE` outside."""
-    branch: npt.NDArray[np.int32]
-    """Index of the token's branch in its block, `NONE` outside."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +133,6 @@ class Topology:
             branches = tuple(s for s in self.spans if s.kind is SpanKind.BRANCH and s.block == index)
             if branches:
                 yield branches
-
-    def branch_arrays(self) -> BranchArrays:
-        """The arrays behind `mask_mod`, each int32 [S]."""
-        return BranchArrays(self.block_of.astype(np.int32), self.branch_of.astype(np.int32))
 
 
 def topology(token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], prompt_length: int, tags: TagIds) -> Topology:
@@ -287,39 +270,3 @@ def _branch_starts(spans: Sequence[TokenSpan]) -> Iterator[tuple[int, int]]:
             fork = span.end - 1
         elif span.kind is SpanKind.BRANCH:
             yield fork, span.start
-
-
-def stack_branch_arrays(topologies: Sequence[Topology], length: int) -> BranchArrays:
-    """The arrays of B trajectories padded at the right to `length`, each int32 [B, length].
-
-    Padding is in no block: no real token sees it, as it comes later, and its own rows hold at least one key.
-
-    Raises:
-        ValueError: a trajectory is longer than `length`.
-    """
-    shape = (len(topologies), length)
-    block, branch = np.full(shape, NONE, np.int32), np.full(shape, NONE, np.int32)
-    for row, item in enumerate(topologies):
-        if len(item) > length:
-            raise ValueError(f"A trajectory of {len(item)} tokens does not fit into {length}; pad to the longest.")
-        block[row, : len(item)], branch[row, : len(item)] = item.branch_arrays()
-    return BranchArrays(block, branch)
-
-
-def mask_mod(block: torch.Tensor, branch: torch.Tensor) -> MaskMod:
-    """The visibility rule as a FlexAttention `mask_mod`.
-
-    Args:
-        block: int [B, S], the token's block as in `BranchArrays`, on the device where attention runs.
-        branch: int [B, S], the token's branch as in `BranchArrays`.
-
-    Returns:
-        A function `(b, h, q_idx, kv_idx) -> bool`, all of them integer tensors that broadcast; true where q sees kv.
-    """
-
-    def visible(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-        q_branch, kv_branch = branch[b, q_idx], branch[b, kv_idx]
-        apart = (q_branch != kv_branch) & (q_branch >= 0) & (kv_branch >= 0) & (block[b, q_idx] == block[b, kv_idx])
-        return (q_idx >= kv_idx) & ~apart
-
-    return visible

@@ -9,14 +9,12 @@ from itertools import chain
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_mask
 
 from npr_common.dialects import load_dialect
 from npr_common.tags import Role, TagIds
-from npr_common.topology import NONE, SpanKind, Topology, mask_mod, stack_branch_arrays, topology
+from npr_common.topology import NONE, SpanKind, Topology, topology
 
 TAGS = TagIds.from_ids({tag: 100 + i for i, tag in enumerate(load_dialect("npr").tags)})
 GUIDELINE, END_GUIDELINE = TAGS.open(Role.GUIDELINE), TAGS.close(Role.GUIDELINE)
@@ -96,11 +94,6 @@ def predicate_mask(result):
     return np.array([[result.visible(q, k) for k in range(size)] for q in range(size)], np.bool_).reshape(size, size)
 
 
-def flex_mask(result):
-    block, branch = (torch.from_numpy(array) for array in stack_branch_arrays([result], len(result)))
-    return create_mask(mask_mod(block, branch), 1, 1, len(result), len(result), device="cpu")[0, 0].numpy()
-
-
 @settings(max_examples=150, deadline=None)
 @given(trees(), st.data())
 def test_agrees_with_the_tree_wherever_the_list_is_cut(tree, data):
@@ -123,13 +116,10 @@ def test_agrees_with_the_tree_wherever_the_list_is_cut(tree, data):
 
 @settings(max_examples=60, deadline=None)
 @given(trees())
-def test_the_three_forms_of_the_mask_agree(tree):
+def test_both_forms_of_the_mask_agree(tree):
     written, prompt_length = tree
     result = topology(written.ids, prompt_length, TAGS)
-    dense = result.dense_mask()
-    np.testing.assert_array_equal(predicate_mask(result), dense)
-    if written.ids:
-        np.testing.assert_array_equal(flex_mask(result), dense)
+    np.testing.assert_array_equal(predicate_mask(result), result.dense_mask())
 
 
 @settings(max_examples=200, deadline=None)
@@ -190,20 +180,6 @@ def test_causal_is_a_triangle():
     np.testing.assert_array_equal(result.dense_mask(), np.tri(5, dtype=np.bool_))
     assert result.critical_path_length == 3
     assert len(Topology.causal(0)) == 0
-
-
-def test_stacking_pads_with_tokens_that_no_real_token_sees():
-    ids = [GUIDELINE, PLAN, END_PLAN, PLAN, END_PLAN, END_GUIDELINE, STEP, END_STEP, STEP, END_STEP]
-    short, long = topology(ids[:7], 0, TAGS), topology(ids, 0, TAGS)
-    block, branch = (torch.from_numpy(array) for array in stack_branch_arrays([short, long], 12))
-    mask = create_mask(mask_mod(block, branch), 2, 1, 12, 12, device="cpu")[:, 0].numpy()
-    for row, item in zip(mask, (short, long), strict=True):
-        size = len(item)
-        np.testing.assert_array_equal(row[:size, :size], item.dense_mask())
-        assert not row[:size, size:].any()
-        assert row.any(axis=1).all()
-    with pytest.raises(ValueError, match="pad to the longest"):
-        stack_branch_arrays([long], 3)
 
 
 def test_arrays_cannot_be_changed():

@@ -20,7 +20,7 @@ from npr.buffer.v1 import buffer_pb2
 from npr.types.v1 import prompt_pb2, sampling_pb2, trajectory_pb2
 from npr_common.errors import FailedPreconditionError, NotFoundError
 from npr_common.prompts import encode_messages, encode_prompt
-from npr_learner.batch import Batch, Row, make_row, row_of_trajectory
+from npr_learner.batch import Batch
 from npr_learner.canonical import ResponseEncoder
 from npr_learner.datasets import Example
 from npr_learner.gradient import GradientSummary, Observer, accumulate_gradient, trained_tokens
@@ -29,6 +29,7 @@ from npr_learner.optim import apply_update, learning_rate_at
 from npr_learner.options import StageOptions
 from npr_learner.policy import Policy
 from npr_learner.records import FineTuneProgress, GroupsUsed
+from npr_learner.row import Row, make_row, row_of_trajectory
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _advanced(
         update={
             "updates": progress.updates + 1,
             "trained_tokens": progress.trained_tokens + summary.tokens,
-            "padded_tokens": progress.padded_tokens + summary.padded_tokens,
+            "computed_tokens": progress.computed_tokens + summary.computed_tokens,
             "nll_sum": progress.nll_sum + summary.sums["nll"],
             "entropy_sum": progress.entropy_sum + summary.sums["entropy"],
             "last_loss": summary.mean("nll"),

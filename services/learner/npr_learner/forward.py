@@ -1,7 +1,7 @@
 """The policy's forward pass under the topology's mask and positions.
 
 Invariants:
-- It is the model's own code behind `transformers`: SDPA attention, a mask of four axes, explicit position ids.
+- It is the model's own code behind `transformers`, with attention of ours and explicit position ids.
 - Hidden states of trained tokens alone go through the head.
 - Models whose attention or head is not covered by this are refused when they are loaded, not computed wrongly.
 """
@@ -29,6 +29,7 @@ def check_supported(model: Any) -> None:
     layer_types = set(getattr(config, "layer_types", None) or [FULL_ATTENTION])
     problems = {
         "layers without full attention": layer_types != {FULL_ATTENTION},
+        "dropout in its attention": bool(getattr(config, "attention_dropout", 0)),
         "a bias in its head": getattr(head, "bias", None) is not None,
         "capped logits": bool(getattr(config, "final_logit_softcapping", None)),
         "scaled logits": getattr(config, "logit_scale", None) not in (None, 1.0),
@@ -47,15 +48,12 @@ def token_log_probs(model: Any, batch: Batch, precision: Precision) -> tuple[tor
     Returns:
         `log_probs_N` with gradient, `entropy_N` without; float32, or float64 for a float64 model.
     """
-    with _autocast(batch.token_ids_BS.device, precision):
+    with _autocast(batch.token_ids_1S.device, precision):
         output = model.get_decoder()(
-            input_ids=batch.token_ids_BS,
-            attention_mask=batch.visible_B1SS,
-            position_ids=batch.positions_BS,
-            use_cache=False,
+            input_ids=batch.token_ids_1S, position_ids=batch.positions_1S, use_cache=False, npr_attend=batch.attend
         )
     # The head is linear: dividing what goes into it by the temperature divides the logits.
-    hidden_NH = output.last_hidden_state.flatten(0, 1)[batch.sources_N] / batch.temperatures_N[:, None]
+    hidden_NH = output.last_hidden_state[0, batch.sources_N] / batch.temperatures_N[:, None]
     if precision is Precision.BFLOAT16:
         hidden_NH = hidden_NH.to(torch.bfloat16)
     return chosen_log_probs(hidden_NH, model.get_output_embeddings().weight, batch.targets_N)

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from npr_learner.batch import Batch, Row, collate, micro_batches
+from npr_learner.batch import Batch, collate
 from npr_learner.forward import token_log_probs
 from npr_learner.objectives import LossTerms
 from npr_learner.options import StageOptions
+from npr_learner.packing import Family, families_of, micro_batches
+from npr_learner.row import Row
 
 LossFunction = Callable[[torch.Tensor, Batch], LossTerms]
 """From the current log-probabilities and the micro-batch to its share of the loss."""
@@ -32,14 +34,14 @@ class GradientSummary:
     Attributes:
         loss: of the whole batch.
         tokens: trained tokens.
-        padded_tokens: tokens that went through the model, padding included.
+        computed_tokens: tokens that went through the model: padding counts, and a shared prompt once.
         log_prob_drift_max: largest |learner - engine| in log-probability over trained tokens.
         sums: sums over trained tokens by name: `entropy` in nats, and the objective's own.
     """
 
     loss: float
     tokens: int
-    padded_tokens: int
+    computed_tokens: int
     log_prob_drift_max: float
     sums: Mapping[str, float]
 
@@ -58,8 +60,8 @@ def accumulate_gradient(
 ) -> GradientSummary:
     """Adds the gradient of the rows' loss to the model's parameters, micro-batch by micro-batch."""
     device = model.get_output_embeddings().weight.device
-    batches = _by_gradient(rows, options.micro_batch_tokens)
-    loss, padded, drift, sums = 0.0, 0, 0.0, Counter[str]()
+    batches = _by_gradient(rows, options)
+    loss, computed, drift, sums = 0.0, 0, 0.0, Counter[str]()
     for done, (micro_batch, has_gradient) in enumerate(batches, start=1):
         batch = collate(micro_batch, device)
         with torch.set_grad_enabled(has_gradient):
@@ -68,17 +70,19 @@ def accumulate_gradient(
         if has_gradient:
             terms.loss.backward()  # type: ignore[no-untyped-call]
         loss += terms.loss.item()
-        padded += batch.token_ids_BS.numel()
+        computed += batch.token_ids_1S.numel()
         drift = max(drift, (log_probs_N.detach() - batch.behavior_log_probs_N).abs().max().item())
         sums.update({"entropy": entropy_N.sum().item(), **{name: item.item() for name, item in terms.sums.items()}})
         observe(done, len(batches), {"loss": loss})
-    return GradientSummary(loss, trained_tokens(rows), padded, drift, sums)
+    return GradientSummary(loss, trained_tokens(rows), computed, drift, sums)
 
 
-def _by_gradient(rows: Sequence[Row], budget_tokens: int) -> list[tuple[list[Row], bool]]:
+def _by_gradient(rows: Sequence[Row], options: StageOptions) -> list[tuple[list[Family], bool]]:
     """Micro-batches of the rows that have trained tokens, and whether they have a gradient."""
-    moving = [row for row in rows if len(row.trained) and row.advantage]
-    resting = [row for row in rows if len(row.trained) and not row.advantage]
-    return [(batch, True) for batch in micro_batches(moving, budget_tokens)] + [
-        (batch, False) for batch in micro_batches(resting, budget_tokens)
-    ]
+    trained = [row for row in rows if len(row.trained)]
+    found: list[tuple[list[Family], bool]] = []
+    for has_gradient in (True, False):
+        chosen = [row for row in trained if bool(row.advantage) == has_gradient]
+        families = families_of(chosen, share_prompts=options.share_prompts)
+        found += [(batch, has_gradient) for batch in micro_batches(families, options.micro_batch_tokens)]
+    return found

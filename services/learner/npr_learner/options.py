@@ -57,7 +57,8 @@ class StageOptions(BaseModel):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     optimizer_epsilon: float = Field(default=1e-8, gt=0)
 
-    micro_batch_tokens: int = Field(default=16_384, ge=1, description="most tokens of one pass, padding included")
+    micro_batch_tokens: int = Field(default=16_384, ge=1, description="most tokens of one pass")
+    share_prompts: bool = Field(default=True, description="compute a prompt once for all of its responses in a pass")
     dtype: Precision = Field(default=Precision.FLOAT32, description="of the forward and backward passes")
     publish_dtype: Precision | None = Field(default=None, description="of published policies; unset: that of `dtype`")
     gradient_checkpointing: bool = False

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from npr_common.dialects import Dialect
 from npr_common.errors import FailedPreconditionError
 from npr_common.tags import TagIds
+from npr_learner.attention.interface import TREE_ATTENTION
 from npr_learner.filters import StructuralFilter
 
 
@@ -51,7 +52,7 @@ class Policy:
 
 def empty_model(config: Any, device: torch.device) -> Any:
     """A float32 model of this configuration on `device`, its weights yet to be loaded."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=TREE_ATTENTION)
     return model.to(device)
 
 

@@ -39,7 +39,7 @@ class FineTuneProgress(Record):
     total_updates: int
     updates: int = 0
     trained_tokens: int = 0
-    padded_tokens: int = 0
+    computed_tokens: int = 0
     nll_sum: float = 0.0
     entropy_sum: float = 0.0
     last_loss: float = 0.0
@@ -56,7 +56,7 @@ class FineTuneProgress(Record):
             "grad_norm": self.last_grad_norm,
             "updates": self.updates,
             "tokens": self.trained_tokens,
-            "padded_tokens": self.padded_tokens,
+            "computed_tokens": self.computed_tokens,
             "seconds": self.seconds,
         }
 

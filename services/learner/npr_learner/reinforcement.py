@@ -20,13 +20,14 @@ from npr.learner.v1 import learner_pb2
 from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
 from npr_common.errors import FailedPreconditionError, InvalidArgumentError
 from npr_learner.advantages import dapo_advantages, papo_advantages
-from npr_learner.batch import Batch, Row, row_of_trajectory
+from npr_learner.batch import Batch
 from npr_learner.filters import Defect, StructuralFilter, is_usable, require_policy, require_visibility
 from npr_learner.gradient import GradientSummary, LossFunction, Observer, accumulate_gradient, trained_tokens
 from npr_learner.objectives import ClipRange, LossTerms, dapo_loss, overlong_penalty, papo_loss
 from npr_learner.optim import apply_update, learning_rate_at
 from npr_learner.options import Malformed, StageOptions
 from npr_learner.policy import Policy
+from npr_learner.row import Row, row_of_trajectory
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,6 @@ def _summary_metrics(summaries: Sequence[GradientSummary]) -> Mapping[str, float
         "loss": sum(summary.loss for summary in summaries) / len(summaries),
         "log_prob_drift_max": summaries[0].log_prob_drift_max,
         "tokens": tokens,
-        "padded_tokens": sum(summary.padded_tokens for summary in summaries),
+        "computed_tokens": sum(summary.computed_tokens for summary in summaries),
         "optimizer_steps": len(summaries),
     }

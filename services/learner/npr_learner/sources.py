@@ -20,6 +20,7 @@ from npr_common.errors import InvalidArgumentError, NotFoundError
 from npr_common.policy_store import PolicyStore
 from npr_common.references import BUNDLED_PREFIX, resolve_reference
 from npr_common.tokenizers import TokenizerError, load_tokenizer
+from npr_learner.attention.interface import TREE_ATTENTION
 from npr_learner.forward import check_supported
 from npr_learner.policy import empty_model
 
@@ -62,7 +63,7 @@ def load_model(path: Path, device: torch.device) -> Loaded:
     try:
         tokenizer = load_tokenizer(path)
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, **options
+            str(folder), dtype=torch.float32, attn_implementation=TREE_ATTENTION, local_files_only=True, **options
         )
     except (OSError, ValueError, KeyError, TokenizerError) as error:
         raise NotFoundError(

@@ -12,6 +12,7 @@ from npr_common.dialects import load_dialect
 from npr_common.tags import TagIds
 from npr_common.testing import tokenizers
 from npr_common.tokenizers import add_tag_tokens
+from npr_learner.attention.interface import TREE_ATTENTION
 
 WORDS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>", *"0123456789", "\n", " ", "\\boxed", "</", "<")
 WORDS += (*">{}:=+", "guideline", "plan", "step", "takeaway", "alpha", "beta", "gamma")
@@ -43,7 +44,7 @@ def qwen3(vocabulary_size: int, seed: int = 0, *, tied: bool = True, layers: int
         eos_token_id=4,
         pad_token_id=0,
     )
-    return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
+    return Qwen3ForCausalLM._from_config(config, attn_implementation=TREE_ATTENTION)
 
 
 @dataclass

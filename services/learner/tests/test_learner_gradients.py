@@ -4,6 +4,7 @@ The reference runs one trajectory at a time, with the oracle's dense mask, full 
 no micro-batches, no chunked head.
 """
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from npr_common.topology import Topology
-from npr_learner.batch import Row, micro_batches, row_of_trajectory
 from npr_learner.gradient import accumulate_gradient, trained_tokens
 from npr_learner.objectives import ClipRange, dapo_loss, papo_loss, sft_loss
 from npr_learner.options import StageOptions
+from npr_learner.packing import families_of, micro_batches, pack
+from npr_learner.row import Row, row_of_trajectory
 from npr_learner.testing import World, qwen3
 
 
@@ -32,6 +35,17 @@ def reference_log_probs(model: Any, row: Row) -> torch.Tensor:
     ).logits[0]
     table = torch.log_softmax(logits / row.temperature, -1)
     return torch.stack([table[int(index) - 1, int(row.token_ids[index])] for index in row.trained])
+
+
+def exact(model: Any) -> Any:
+    """The model in float64 throughout; its own norms would round to float32."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Qwen3RMSNorm):
+                norm = torch.nn.RMSNorm(len(child.weight), eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+    return model.double()
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -80,12 +94,13 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("micro_batch_tokens", [1, 130, 10_000])
-def test_gradient_equals_the_reference_whatever_the_micro_batch(
-    world: World, name: str, micro_batch_tokens: int
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_gradient_equals_the_reference_however_rows_are_packed(
+    world: World, name: str, micro_batch_tokens: int, *, share_prompts: bool
 ) -> None:
     formula, objective = OBJECTIVES[name]
     rows = rows_of(world, parallel=name != "dapo")
-    model = qwen3(len(world.tokenizer)).double()
+    model = exact(qwen3(len(world.tokenizer)))
     normalizer = trained_tokens(rows)
     expected_loss = torch.zeros((), dtype=torch.float64)
     for row in rows:
@@ -95,7 +110,7 @@ def test_gradient_equals_the_reference_whatever_the_micro_batch(
     expected = gradients(model)
     model.zero_grad()
 
-    options = StageOptions(learning_rate=1e-3, micro_batch_tokens=micro_batch_tokens)
+    options = StageOptions(learning_rate=1e-3, micro_batch_tokens=micro_batch_tokens, share_prompts=share_prompts)
     seen: list[tuple[int, int]] = []
     summary = accumulate_gradient(
         model,
@@ -109,7 +124,8 @@ def test_gradient_equals_the_reference_whatever_the_micro_batch(
     assert seen[-1] == (len(seen), len(seen))
     assert len(seen) == {1: len(rows), 10_000: 1}.get(micro_batch_tokens, len(seen))
     for parameter, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-8, atol=1e-11, msg=parameter)
+        message = f"{parameter} differs by {(gradient - expected[parameter]).abs().max()}"
+        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-8, atol=1e-11, msg=message)
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-4  # the comparison is of something
 
 
@@ -150,11 +166,12 @@ def test_log_prob_drift_is_the_largest_difference_to_the_engine(world: World) ->
 
 def test_micro_batches_hold_every_row_once_within_the_budget(world: World) -> None:
     rows = rows_of(world, parallel=True, count=20)
-    for budget in (1, 60, 100, 333, 100_000):
-        batches = micro_batches(rows, budget)
-        assert sorted(map(id, (row for batch in batches for row in batch))) == sorted(map(id, rows))
+    for budget, share in itertools.product((1, 60, 100, 333, 100_000), (False, True)):
+        batches = micro_batches(families_of(rows, share_prompts=share), budget)
+        assert sorted(id(row) for batch in batches for family in batch for row in family.rows) == sorted(map(id, rows))
         for batch in batches:
-            assert len(batch) == 1 or len(batch) * max(map(len, batch)) <= budget
+            single = len(batch) == len(batch[0].rows) == 1
+            assert single or sum(len(pack([family]).token_ids) for family in batch) <= budget
 
 
 def test_entropy_of_a_uniform_policy_is_log_of_the_vocabulary(world: World) -> None:

@@ -17,7 +17,7 @@ from npr_common.errors import DataLossError, FailedPreconditionError, InvalidArg
 from npr_common.policy_store import PolicyStore
 from npr_common.tags import TagIds
 from npr_learner.advantages import papo_advantages
-from npr_learner.batch import row_of_trajectory
+from npr_learner.row import row_of_trajectory
 from npr_learner.testing import DIALECT, make_world
 
 
