@@ -45,6 +45,23 @@ def test_a_python_without_sglang(wrong: str, why: str) -> None:
     assert set(told.value.variables) == {"NPR_SGLANG_PYTHON"}
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("NPR_SGLANG_DEVICE", "cpuu", "'cuda' or 'cpu'"),
+        ("NPR_SGLANG_POOL_TOKENS", "4k", "valid integer"),
+        ("NPR_SGLANG_POOL_TOKEN", "4096", "is no variable; NPR_SGLANG_POOL_TOKENS is"),
+    ],
+)
+def test_variables_that_are_misspelt(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, why: str) -> None:
+    monkeypatch.setenv("NPR_SGLANG_HOME", "/somewhere")  # the set-up script's
+    SglangSettings.from_environment()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(WrongSettingsError, match=why) as told:
+        SglangSettings.from_environment()
+    assert set(told.value.variables) == {variable}
+
+
 @pytest.mark.sglang
 @pytest.mark.parametrize(
     ("settings", "variable", "why"),

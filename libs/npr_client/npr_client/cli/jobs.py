@@ -181,7 +181,7 @@ def trajectory_line(scored: trajectory_pb2.ScoredTrajectory) -> Text:
     style = {"correct": "green", "incorrect": "red"}.get(verdict, "yellow")
     return Text.assemble(
         (trajectory.trajectory_id, "cyan"),
-        f"  {words.outcome(trajectory.outcome)}  ",
+        f"  {words.ending(trajectory)}  ",
         (verdict, style),
         f"  {ledger.total_tokens} tokens, critical path {ledger.critical_path_tokens}",
         f"  answer {score.answer}" if score.answer else "",

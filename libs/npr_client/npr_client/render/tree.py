@@ -48,7 +48,7 @@ def budget_bar(used: int, budget: int) -> Text:
 def _headline(trajectory: trajectory_pb2.Trajectory) -> Text:
     ledger = trajectory.ledger
     facts = [
-        _outcome(trajectory),
+        words.ending(trajectory),
         words.visibility(trajectory.visibility),
         f"policy {trajectory.policy.line or '?'}@{trajectory.policy.version}",
         f"{ledger.total_tokens:,} tokens, critical path {ledger.critical_path_tokens:,}",
@@ -58,15 +58,6 @@ def _headline(trajectory: trajectory_pb2.Trajectory) -> Text:
     if ledger.preemptions:
         facts.append(f"preempted {ledger.preemptions}x")
     return Text.assemble((trajectory.trajectory_id, "bold cyan"), "  ", " · ".join(facts))
-
-
-def _outcome(trajectory: trajectory_pb2.Trajectory) -> str:
-    word = words.outcome(trajectory.outcome)
-    if trajectory.outcome == trajectory_pb2.OUTCOME_MALFORMED:
-        return f"{word} ({words.malformed_reason(trajectory.malformed_reason)})"
-    if trajectory.outcome == trajectory_pb2.OUTCOME_TRUNCATED:
-        return f"{word} (limit: {words.limit(trajectory.limit)})"
-    return word
 
 
 def _add_block(tree: Tree, block: BlockView) -> None:

@@ -12,6 +12,19 @@ def outcome(value: trajectory_pb2.Outcome.ValueType) -> str:
     return _word(trajectory_pb2.Outcome.Name(value), "OUTCOME_")
 
 
+def ending(trajectory: trajectory_pb2.Trajectory) -> str:
+    """The outcome with its cause, such as `malformed (kv pool)`; blocks that were not forked are told too."""
+    word = outcome(trajectory.outcome)
+    if trajectory.outcome == trajectory_pb2.OUTCOME_MALFORMED:
+        return f"{word} ({malformed_reason(trajectory.malformed_reason)})"
+    if trajectory.outcome == trajectory_pb2.OUTCOME_TRUNCATED:
+        return f"{word} (limit: {limit(trajectory.limit)})"
+    if trajectory.serialized_blocks:
+        why = malformed_reason(trajectory.malformed_reason)
+        return f"{word} ({trajectory.serialized_blocks} blocks not forked: {why})"
+    return word
+
+
 def malformed_reason(value: trajectory_pb2.MalformedReason.ValueType) -> str:
     """Such as `empty plan`."""
     return _word(trajectory_pb2.MalformedReason.Name(value), "MALFORMED_REASON_")

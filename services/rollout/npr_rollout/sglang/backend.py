@@ -62,7 +62,7 @@ class SglangBackend:
     def __init__(self, loader: PolicyLoader, rollout: RolloutSettings, settings: SglangSettings | None = None) -> None:
         self._loader = loader
         self._rollout = rollout
-        self._settings = settings or SglangSettings()
+        self._settings = settings or SglangSettings.from_environment()
         self._running: _Running | None = None
         self._served: policy_pb2.PolicyRef | None = None
         self._changing = threading.Lock()

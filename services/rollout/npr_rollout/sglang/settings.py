@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+from typing import Literal, Self
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from npr_common.config import Settings
+from npr_common.config import Settings, WrongSettingsError
 from npr_rollout.sglang.weights import WeightWay
+
+_OTHERS = {"NPR_SGLANG_HOME"}
+"""Variables of `scripts/setup-sglang.sh`."""
 
 
 class SglangSettings(Settings):
@@ -21,7 +28,7 @@ class SglangSettings(Settings):
         default=True, description="start the server with the plug-in; without it joins are made by text, not natively"
     )
     python: str = Field(default="python", description="the Python of the environment that SGLang is installed in")
-    device: str = Field(default="cuda", description="`cuda` or `cpu`")
+    device: Literal["cuda", "cpu"] = Field(default="cuda", description="`cuda` or `cpu`")
     dtype: str = Field(default="auto", description="type of the weights; auto: as published")
     attention_backend: str = Field(
         default="", description="`flashinfer`, `fa3`, `torch_native`...; empty: SGLang's own"
@@ -61,3 +68,16 @@ class SglangSettings(Settings):
     memory_saver: bool = Field(
         default=False, description="keep the server while it sleeps, without its memory (a GPU); else it is ended"
     )
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The settings. Raises WrongSettingsError also where a variable has their prefix and is none of them."""
+        prefix = cls.model_config["env_prefix"]
+        known = {f"{prefix}{field}".upper() for field in cls.model_fields} | _OTHERS
+        unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
+        if unknown:
+            near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+            raise WrongSettingsError(
+                {name: f"is no variable{f'; {found[0]} is' if found else ''}" for name, found in near.items()}
+            )
+        return cls()
