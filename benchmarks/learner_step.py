@@ -33,6 +33,7 @@ from npr_learner.advantages import papo_advantages
 from npr_learner.attention.interface import TREE_ATTENTION
 from npr_learner.batch import Batch
 from npr_learner.canonical import ResponseEncoder
+from npr_learner.forward import TokenScorer
 from npr_learner.gradient import accumulate_gradient, trained_tokens
 from npr_learner.log_probs import chosen_log_probs
 from npr_learner.objectives import LossTerms, papo_loss
@@ -40,6 +41,7 @@ from npr_learner.options import StageOptions
 from npr_learner.row import Row, make_row
 from npr_learner.seed.corpus import Author, Mix
 from npr_learner.seed.tokenizer import build_tokenizer
+from npr_learner.world import World
 
 BUDGET_TOKENS = 4096
 GROUP = 12
@@ -105,7 +107,9 @@ def learner(model: Qwen3ForCausalLM, rows: Sequence[Row], *, share_prompts: bool
     def loss_of(log_probs: torch.Tensor, batch: Batch) -> LossTerms:
         return papo_loss(log_probs, batch.advantages_N.to(log_probs.dtype), normalizer)
 
-    accumulate_gradient(model, rows, loss_of, options, lambda *_: None)
+    scorer = TokenScorer(model, options.dtype)
+    alone = World.alone(torch.device("cpu"))
+    accumulate_gradient(scorer, rows, loss_of, options, observe=lambda *_: None, world=alone)
 
 
 class Padded(NamedTuple):

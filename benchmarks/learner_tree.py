@@ -27,7 +27,7 @@ from npr_common.topology import Topology
 from npr_learner.attention.interface import TREE_ATTENTION, AttentionKind
 from npr_learner.attention.testing import tree
 from npr_learner.batch import Batch, collate
-from npr_learner.forward import token_log_probs
+from npr_learner.forward import TokenScorer
 from npr_learner.log_probs import chosen_log_probs
 from npr_learner.options import Precision
 from npr_learner.packing import Family
@@ -76,7 +76,7 @@ def make_tree(tokens: int) -> Row:
 def train(model: Qwen3ForCausalLM, batch: Batch) -> None:
     """One gradient."""
     model.zero_grad()
-    log_probs, _ = token_log_probs(model, batch, Precision.FLOAT32)
+    log_probs, _ = TokenScorer(model, Precision.FLOAT32)(batch)
     torch.autograd.backward(log_probs.mean())
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from npr_common.errors import FailedPreconditionError, NotFoundError
 from npr_common.prompts import encode_messages, encode_prompt
 from npr_learner.batch import Batch
 from npr_learner.canonical import ResponseEncoder
-from npr_learner.datasets import Example
+from npr_learner.datasets import Example, read_examples
 from npr_learner.gradient import GradientSummary, Observer, accumulate_gradient, trained_tokens
 from npr_learner.objectives import LossTerms, sft_loss
 from npr_learner.optim import apply_update, learning_rate_at
@@ -30,6 +31,7 @@ from npr_learner.options import StageOptions
 from npr_learner.policy import Policy
 from npr_learner.records import FineTuneProgress, GroupsUsed
 from npr_learner.row import Row, make_row, row_of_trajectory
+from npr_learner.world import World
 
 
 @dataclass(frozen=True)
@@ -86,32 +88,50 @@ class FineTuneData:
         return {"trajectories": self.total, "kept_fraction": len(self.rows) / max(1, self.total)}
 
 
-def data_of_groups(
-    maker: RowMaker,
-    groups: Sequence[buffer_pb2.ReadGroupsResponse],
-    trajectory_ids: Iterable[str],
-    used_ids: Iterable[str],
-) -> FineTuneData:
-    """The named trajectories of the groups, in the groups' order.
+class FineTuneSource(Protocol):
+    """Where the responses of a fine-tuning come from."""
 
-    Raises:
-        NotFoundError: a trajectory is in none of the groups.
-    """
-    wanted, acknowledged = set(trajectory_ids), set(used_ids)
-    chosen = [
-        (item.group, scored.trajectory)
-        for item in groups
-        for scored in item.trajectories
-        if scored.trajectory.trajectory_id in wanted
-    ]
-    missing = wanted - {trajectory.trajectory_id for _, trajectory in chosen}
-    if missing:
-        raise NotFoundError(f"trajectory {min(missing)} is not in the groups: {len(missing)} are missing in all")
-    rows = [maker.of_trajectory(group, trajectory) for group, trajectory in chosen]
-    return FineTuneData([row for row in rows if row is not None], len(rows), _used(groups, acknowledged))
+    def data(self, maker: RowMaker) -> FineTuneData:
+        """The responses as rows of a stage."""
+        ...
 
 
-def _used(groups: Sequence[buffer_pb2.ReadGroupsResponse], group_ids: set[str]) -> tuple[GroupsUsed, ...]:
+@dataclass(frozen=True)
+class GroupSource:
+    """The named trajectories of the groups, in the groups' order; `used_ids` are the groups to acknowledge."""
+
+    groups: Sequence[buffer_pb2.ReadGroupsResponse]
+    trajectory_ids: frozenset[str]
+    used_ids: frozenset[str]
+
+    def data(self, maker: RowMaker) -> FineTuneData:
+        """Raises NotFoundError where a trajectory is in none of the groups."""
+        chosen = [
+            (item.group, scored.trajectory)
+            for item in self.groups
+            for scored in item.trajectories
+            if scored.trajectory.trajectory_id in self.trajectory_ids
+        ]
+        missing = self.trajectory_ids - {trajectory.trajectory_id for _, trajectory in chosen}
+        if missing:
+            raise NotFoundError(f"trajectory {min(missing)} is not in the groups: {len(missing)} are missing in all")
+        rows = [maker.of_trajectory(group, trajectory) for group, trajectory in chosen]
+        return FineTuneData([row for row in rows if row is not None], len(rows), _used(self.groups, self.used_ids))
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """The public trajectories of a data set."""
+
+    url: str
+
+    def data(self, maker: RowMaker) -> FineTuneData:
+        """Raises what `read_examples` does."""
+        rows = [maker.of_example(example) for example in read_examples(self.url)]
+        return FineTuneData([row for row in rows if row is not None], len(rows))
+
+
+def _used(groups: Sequence[buffer_pb2.ReadGroupsResponse], group_ids: frozenset[str]) -> tuple[GroupsUsed, ...]:
     """The groups by the policy version that made them: the buffer acknowledges one version at a time."""
     by_version: dict[int, list[str]] = {}
     for item in groups:
@@ -121,12 +141,6 @@ def _used(groups: Sequence[buffer_pb2.ReadGroupsResponse], group_ids: set[str]) 
     return tuple(
         GroupsUsed(policy_version=version, group_ids=tuple(ids)) for version, ids in sorted(by_version.items())
     )
-
-
-def data_of_examples(maker: RowMaker, examples: Sequence[Example]) -> FineTuneData:
-    """Public trajectories."""
-    rows = [maker.of_example(example) for example in examples]
-    return FineTuneData([row for row in rows if row is not None], len(rows))
 
 
 def plan_updates(lengths: Sequence[int], options: StageOptions) -> list[list[int]]:
@@ -167,6 +181,7 @@ class FineTuning:
     policy: Policy
     options: StageOptions
     rows: Sequence[Row]
+    world: World
 
     def begin(self) -> FineTuneProgress:
         """Progress before the first update.
@@ -211,7 +226,9 @@ class FineTuning:
     def _update(self, progress: FineTuneProgress, rows: Sequence[Row], normalizer: float) -> FineTuneProgress:
         started = time.monotonic()
         loss_of = partial(_sft, normalizer=max(1.0, normalizer))
-        summary = accumulate_gradient(self.policy.model, rows, loss_of, self.options, lambda *_: None)
+        summary = accumulate_gradient(
+            self.policy.scorer, rows, loss_of, self.options, observe=lambda *_: None, world=self.world
+        )
         rate = learning_rate_at(progress.updates, self.options, progress.total_updates)
         model, optimizer = self.policy.model, self.policy.optimizer
         norm = apply_update(model.parameters(), optimizer, rate, self.options.max_grad_norm)

@@ -42,21 +42,29 @@ def check_supported(model: Any) -> None:
         )
 
 
-def token_log_probs(model: Any, batch: Batch, precision: Precision) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each trained token and entropy of the distribution it came from, at its row's temperature.
+class TokenScorer(torch.nn.Module):
+    """A model that tells the log-probabilities of given tokens: all that an objective needs of it."""
 
-    Returns:
-        `log_probs_N` with gradient, `entropy_N` without; float32, or float64 for a float64 model.
-    """
-    with _autocast(batch.token_ids_1S.device, precision):
-        output = model.get_decoder()(
-            input_ids=batch.token_ids_1S, position_ids=batch.positions_1S, use_cache=False, npr_attend=batch.attend
-        )
-    # The head is linear: dividing what goes into it by the temperature divides the logits.
-    hidden_NH = output.last_hidden_state[0, batch.sources_N] / batch.temperatures_N[:, None]
-    if precision is Precision.BFLOAT16:
-        hidden_NH = hidden_NH.to(torch.bfloat16)
-    return chosen_log_probs(hidden_NH, model.get_output_embeddings().weight, batch.targets_N)
+    def __init__(self, model: Any, precision: Precision) -> None:
+        super().__init__()
+        self.model = model
+        self._precision = precision
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each trained token and entropy of what it was drawn from, at its row's temperature.
+
+        Returns:
+            `log_probs_N` with gradient, `entropy_N` without; float32, or float64 for a float64 model.
+        """
+        with _autocast(batch.token_ids_1S.device, self._precision):
+            output = self.model.get_decoder()(
+                input_ids=batch.token_ids_1S, position_ids=batch.positions_1S, use_cache=False, npr_attend=batch.attend
+            )
+        # The head is linear: dividing what goes into it by the temperature divides the logits.
+        hidden_NH = output.last_hidden_state[0, batch.sources_N] / batch.temperatures_N[:, None]
+        if self._precision is Precision.BFLOAT16:
+            hidden_NH = hidden_NH.to(torch.bfloat16)
+        return chosen_log_probs(hidden_NH, self.model.get_output_embeddings().weight, batch.targets_N)
 
 
 def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:

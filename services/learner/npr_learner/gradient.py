@@ -4,21 +4,25 @@ Invariants:
 - The accumulated gradient is that of the whole batch, since every objective divides by a normaliser that was fixed
   before the first micro-batch.
 - Rows whose advantage is 0 have a gradient of exactly 0: they are measured, but not differentiated.
+- Processes take turns together: each computes one micro-batch a turn, since a layer is gathered from all of them.
 """
 
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from npr_common.topology import Topology
 from npr_learner.batch import Batch, collate
-from npr_learner.forward import token_log_probs
+from npr_learner.forward import TokenScorer
 from npr_learner.objectives import LossTerms
 from npr_learner.options import StageOptions
 from npr_learner.packing import Family, families_of, micro_batches
 from npr_learner.row import Row
+from npr_learner.world import World
 
 LossFunction = Callable[[torch.Tensor, Batch], LossTerms]
 """From the current log-probabilities and the micro-batch to its share of the loss."""
@@ -55,34 +59,94 @@ def trained_tokens(rows: Sequence[Row]) -> int:
     return sum(len(row.trained) for row in rows)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What one process computes at a time at which every one computes something.
+
+    Attributes:
+        families: None where it has nothing left; it then goes through the model for the others' sake.
+    """
+
+    families: list[Family] | None
+    has_gradient: bool
+
+
 def accumulate_gradient(
-    model: Any, rows: Sequence[Row], loss_of: LossFunction, options: StageOptions, observe: Observer
+    scorer: TokenScorer,
+    rows: Sequence[Row],
+    loss_of: LossFunction,
+    options: StageOptions,
+    *,
+    observe: Observer,
+    world: World,
 ) -> GradientSummary:
-    """Adds the gradient of the rows' loss to the model's parameters, micro-batch by micro-batch."""
-    device = model.get_output_embeddings().weight.device
-    batches = _by_gradient(rows, options)
-    loss, computed, drift, sums = 0.0, 0, 0.0, Counter[str]()
-    for done, (micro_batch, has_gradient) in enumerate(batches, start=1):
-        batch = collate(micro_batch, device)
-        with torch.set_grad_enabled(has_gradient):
-            log_probs_N, entropy_N = token_log_probs(model, batch, options.dtype)
+    """Adds the gradient of the rows' loss to the scorer's parameters, micro-batch by micro-batch.
+
+    Every process of the world is given the same rows, computes its share of them, and returns the same summary.
+    """
+    measures = _Measures()
+    own_turns = turns(rows, options, world)
+    for done, turn in enumerate(own_turns, start=1):
+        batch = collate(turn.families or [_stand_in(rows)], world.device)
+        with torch.set_grad_enabled(turn.has_gradient):
+            log_probs_N, entropy_N = scorer(batch)
             terms = loss_of(log_probs_N, batch)
-        if has_gradient:
-            terms.loss.backward()  # type: ignore[no-untyped-call]
-        loss += terms.loss.item()
-        computed += batch.token_ids_1S.numel()
-        drift = max(drift, (log_probs_N.detach() - batch.behavior_log_probs_N).abs().max().item())
-        sums.update({"entropy": entropy_N.sum().item(), **{name: item.item() for name, item in terms.sums.items()}})
-        observe(done, len(batches), {"loss": loss})
-    return GradientSummary(loss, trained_tokens(rows), computed, drift, sums)
+        weight = 1.0 if turn.families else 0.0
+        if turn.has_gradient:
+            (terms.loss * weight).backward()  # type: ignore[no-untyped-call]
+        measures.add(terms, log_probs_N, entropy_N, batch, weight)
+        so_far = world.sum({"loss": measures.loss}, f"micro-batch {done} of {len(own_turns)}")
+        observe(done, len(own_turns), so_far)
+    return measures.summary(trained_tokens(rows), world)
 
 
-def _by_gradient(rows: Sequence[Row], options: StageOptions) -> list[tuple[list[Family], bool]]:
-    """Micro-batches of the rows that have trained tokens, and whether they have a gradient."""
+@dataclass
+class _Measures:
+    """What this process has measured so far."""
+
+    loss: float = 0.0
+    drift: float = 0.0
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(
+        self, terms: LossTerms, log_probs_N: torch.Tensor, entropy_N: torch.Tensor, batch: Batch, weight: float
+    ) -> None:
+        """A micro-batch; `weight` is 0 for a stand-in, which has the names of its measures but none of their worth."""
+        self.loss += weight * terms.loss.item()
+        drift = (log_probs_N.detach() - batch.behavior_log_probs_N).abs().max().item()
+        self.drift = max(self.drift, weight * drift)
+        self.sums["computed_tokens"] += weight * batch.token_ids_1S.numel()
+        for name, value in {"entropy": entropy_N.sum(), **terms.sums}.items():
+            self.sums[name] += weight * value.item()
+
+    def summary(self, tokens: int, world: World) -> GradientSummary:
+        """Over all processes."""
+        total = world.sum({"loss": self.loss, "computed_tokens": 0.0, **self.sums}, "the sum of the measures")
+        drift = world.largest({"drift": self.drift}, "the largest drift")["drift"]
+        loss, computed = total.pop("loss"), total.pop("computed_tokens")
+        return GradientSummary(loss, tokens, int(computed), drift, total)
+
+
+def turns(rows: Sequence[Row], options: StageOptions, world: World) -> list[Turn]:
+    """This process's turns; every process has as many, and at each all have micro-batches of like size."""
     trained = [row for row in rows if len(row.trained)]
-    found: list[tuple[list[Family], bool]] = []
+    found: list[Turn] = []
     for has_gradient in (True, False):
         chosen = [row for row in trained if bool(row.advantage) == has_gradient]
-        families = families_of(chosen, share_prompts=options.share_prompts)
-        found += [(batch, has_gradient) for batch in micro_batches(families, options.micro_batch_tokens)]
+        batches = _micro_batches(families_of(chosen, share_prompts=options.share_prompts), options, world)
+        for start in range(0, len(batches), world.size):
+            own = start + world.rank
+            found.append(Turn(batches[own] if own < len(batches) else None, has_gradient))
     return found
+
+
+def _micro_batches(families: Sequence[Family], options: StageOptions, world: World) -> list[list[Family]]:
+    """Within the budget, and small enough that every process gets some; a tenth more than its share fills them well."""
+    share = math.ceil(1.1 * sum(map(len, families)) / world.size)
+    return micro_batches(families, min(options.micro_batch_tokens, max(1, share)))
+
+
+def _stand_in(rows: Sequence[Row]) -> Family:
+    """Two tokens for a process that has nothing to compute but must take part."""
+    row = rows[0]
+    return Family((Row(row.token_ids[:2], Topology.causal(2), np.array([1]), np.zeros(1, np.float32), 0.0),))

@@ -12,6 +12,7 @@ import torch
 
 from npr_common.errors import FailedPreconditionError
 from npr_learner.options import Schedule, StageOptions
+from npr_learner.sharding import item
 
 
 def make_optimizer(model: torch.nn.Module, options: StageOptions) -> torch.optim.AdamW:
@@ -54,7 +55,7 @@ def apply_update(
     Raises:
         FailedPreconditionError: the gradient is not finite.
     """
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
+    norm = item(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
     if not math.isfinite(norm):
         optimizer.zero_grad()
         raise FailedPreconditionError(

@@ -62,6 +62,7 @@ class StageOptions(BaseModel):
     dtype: Precision = Field(default=Precision.FLOAT32, description="of the forward and backward passes")
     publish_dtype: Precision | None = Field(default=None, description="of published policies; unset: that of `dtype`")
     gradient_checkpointing: bool = False
+    cpu_offload: bool = Field(default=False, description="keep split weights and optimiser in the host's memory")
     seed: int = Field(default=0, ge=0, description="orders fine-tuning's batches and DAPO's mini-batches")
 
     advantage_epsilon: float = Field(default=1e-6, gt=0)

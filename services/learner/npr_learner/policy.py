@@ -11,6 +11,7 @@ from npr_common.errors import FailedPreconditionError
 from npr_common.tags import TagIds
 from npr_learner.attention.interface import TREE_ATTENTION
 from npr_learner.filters import StructuralFilter
+from npr_learner.forward import TokenScorer
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,20 @@ class Policy:
     """A model, its optimiser and its tokenizer. Weights and optimiser change in place, the rest never does.
 
     Attributes:
+        scorer: the model, as objectives see it.
         tags: the dialect's tags in the tokenizer; None before they are single tokens.
     """
 
-    model: Any
+    scorer: TokenScorer
     optimizer: torch.optim.AdamW
     tokenizer: Any
     dialect: Dialect
     tags: TagIds | None
+
+    @property
+    def model(self) -> Any:
+        """The model, whose weights may be split over a world."""
+        return self.scorer.model
 
     @property
     def vocabulary_size(self) -> int:

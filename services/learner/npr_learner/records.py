@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict
 
+from npr.learner.v1 import learner_pb2
+from npr.types.v1 import sampling_pb2
 from npr_learner.options import StageOptions
 
 
@@ -30,6 +32,16 @@ class StageSpec(Record):
     dialect: str
     add_tag_tokens: bool
     options: StageOptions
+
+    @property
+    def objective_value(self) -> "learner_pb2.Objective.ValueType":
+        """The objective as the contract's enum."""
+        return learner_pb2.Objective.ValueType(self.objective)
+
+    @property
+    def visibility_value(self) -> "sampling_pb2.Visibility.ValueType":
+        """The attention rule that the stage trains under, as the contract's enum."""
+        return sampling_pb2.Visibility.ValueType(self.visibility)
 
 
 class FineTuneProgress(Record):

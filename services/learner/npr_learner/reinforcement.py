@@ -28,6 +28,7 @@ from npr_learner.optim import apply_update, learning_rate_at
 from npr_learner.options import Malformed, StageOptions
 from npr_learner.policy import Policy
 from npr_learner.row import Row, row_of_trajectory
+from npr_learner.world import World
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class ReinforcementStep:
     visibility: "sampling_pb2.Visibility.ValueType"
     options: StageOptions
     step: int
+    world: World
 
     def run(self, groups: Sequence[buffer_pb2.ReadGroupsResponse], observe: Observer) -> dict[str, float]:
         """Trains on the groups; the policy and its optimiser are changed in place.
@@ -161,7 +163,11 @@ class ReinforcementStep:
         summaries, norms = [], []
         for mini_batch in self._mini_batches(rows, selection):
             loss_of = self._loss(trained_tokens(mini_batch))
-            summaries.append(accumulate_gradient(self.policy.model, mini_batch, loss_of, self.options, observe))
+            summaries.append(
+                accumulate_gradient(
+                    self.policy.scorer, mini_batch, loss_of, self.options, observe=observe, world=self.world
+                )
+            )
             norms.append(self._update(rate))
         return {**selection.metrics(), **_summary_metrics(summaries), "grad_norm": max(norms), "learning_rate": rate}
 

@@ -3,7 +3,6 @@
 import re
 
 from npr.learner.v1 import learner_pb2
-from npr.types.v1 import sampling_pb2
 from npr_common.dialects import DialectError, load_dialect
 from npr_common.errors import InvalidArgumentError
 from npr_learner.options import Schedule, StageOptions, parse_options
@@ -50,11 +49,6 @@ def stage_spec(request: learner_pb2.StartStageRequest) -> StageSpec:
         add_tag_tokens=request.add_tag_tokens,
         options=options,
     )
-
-
-def is_parallel(spec: StageSpec) -> bool:
-    """Whether the stage trains under the topology's mask."""
-    return spec.visibility == sampling_pb2.VISIBILITY_PARALLEL
 
 
 def _require_set(field: str, value: int) -> None:

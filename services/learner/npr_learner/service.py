@@ -10,11 +10,13 @@ from npr_common.policy_store import PolicyStore
 from npr_learner.checkpoint import CheckpointStore
 from npr_learner.experience import Experience
 from npr_learner.exports import PolicyExporter
+from npr_learner.frontiers import Frontiers
 from npr_learner.policy import choose_device
+from npr_learner.ranks import ThisProcess
 from npr_learner.servicer import LearnerServicer
 from npr_learner.settings import LearnerSettings
 from npr_learner.stages import Stages
-from npr_learner.worker import Worker
+from npr_learner.world import World
 
 GRPC_NAME: str = learner_pb2.DESCRIPTOR.services_by_name["LearnerService"].full_name
 
@@ -33,9 +35,10 @@ class LearnerService:
         """Adds the servicer; channels and locks belong to the loop that runs now."""
         policies = PolicyStore(self._addresses.policy_store_url, self._addresses.cache_dir)
         checkpoints = CheckpointStore(self._addresses.policy_store_url)
-        stages = Stages(policies, checkpoints, self._addresses.cache_dir, choose_device(self._settings.device))
+        world = World.alone(choose_device(self._settings.device))
+        ranks = ThisProcess(Stages(policies, checkpoints, self._addresses.cache_dir, world))
         self._experience = Experience(self._addresses.buffer_address, self._settings.buffer_wait_seconds)
-        self._servicer = LearnerServicer(stages, self._experience, PolicyExporter(policies), Worker())
+        self._servicer = LearnerServicer(ranks, Frontiers(checkpoints), self._experience, PolicyExporter(policies))
         learner_pb2_grpc.add_LearnerServiceServicer_to_server(self._servicer, server)
 
     async def start(self) -> None:

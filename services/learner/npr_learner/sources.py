@@ -52,8 +52,8 @@ def locate(source: learner_pb2.ModelSource, store: PolicyStore, cache_dir: Path)
     return _fetched(location, cache_dir / "models") if "://" in location else Path(location)
 
 
-def load_model(path: Path, device: torch.device) -> Loaded:
-    """The model and tokenizer in a folder or `.gguf` file.
+def load_model(path: Path) -> Loaded:
+    """The model, in the host's memory, and the tokenizer in a folder or `.gguf` file.
 
     Raises:
         NotFoundError: there is no model that `transformers` can load.
@@ -71,7 +71,7 @@ def load_model(path: Path, device: torch.device) -> Loaded:
             reason="MODEL_NOT_LOADED",
         ) from error
     check_supported(model)
-    return Loaded((_dequantized(model) if options else model).to(device), tokenizer)
+    return Loaded(_dequantized(model) if options else model, tokenizer)
 
 
 def _dequantized(quantized: Any) -> Any:

@@ -7,6 +7,7 @@ Invariants:
 """
 
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from npr_common.policy_store import PolicyMetadata, PolicyStore
 from npr_common.tags import TagIds
 from npr_common.tokenizers import load_tokenizer
 from npr_learner.checkpoint import Checkpoint
+from npr_learner.forward import TokenScorer
 from npr_learner.optim import make_optimizer
 from npr_learner.options import StageOptions
 from npr_learner.policy import Policy, empty_model
 from npr_learner.publisher import base_files, policy_files
 from npr_learner.records import StageRecord, StageSpec
+from npr_learner.sharding import fill, shard, wholes
 from npr_learner.sources import Loaded
 from npr_learner.special_tokens import add_tags
+from npr_learner.world import World
 
 _MODEL, _OPTIMIZER, _RNG = "model.", "optimizer.", "rng."
 
@@ -38,22 +42,38 @@ class Stage:
     policy: Policy
     base: dict[str, bytes]
     record: StageRecord
+    world: World
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that training changes, by name."""
-        found = {f"{_MODEL}{name}": tensor for name, tensor in _weights(self.policy.model).items()}
-        for name, parameter in self.policy.model.named_parameters():
-            for key, value in self.policy.optimizer.state.get(parameter, {}).items():
-                found[f"{_OPTIMIZER}{name}/{key}"] = value
+        """All that training changes, by name, on the first process; nothing on the others, who must call it too."""
+        found = wholes(self._parts(), self.world)
         found[f"{_RNG}cpu"] = torch.get_rng_state()
         if torch.cuda.is_available():
             found[f"{_RNG}cuda"] = torch.cuda.get_rng_state()
         return found
 
-    def publish(self, store: PolicyStore) -> policy_pb2.PolicyRef:
-        """Publishes the weights under the record's version; a repeat gives the same reference."""
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.policy.model.named_parameters():
+            yield f"{_MODEL}{name}", parameter.detach()
+            for key, value in self.policy.optimizer.state.get(parameter, {}).items():
+                yield f"{_OPTIMIZER}{name}/{key}", value
+
+    def whole_model(self) -> Any:
+        """The model with all of its weights, on the first process; None on the others, who must call it too."""
+        if self.world.size == 1:
+            return self.policy.model
+        weights = wholes(((n, p.detach()) for n, p in self.policy.model.named_parameters()), self.world)
+        if not self.world.is_first:
+            return None
+        model = empty_model(self.policy.model.config, torch.device("cpu"))
+        model.generation_config = self.policy.model.generation_config
+        _load_weights(model, weights)
+        return model
+
+    def publish(self, whole_model: Any, store: PolicyStore) -> policy_pb2.PolicyRef:
+        """Publishes the weights, of `whole_model()`, under the record's version; a repeat gives the same reference."""
         spec, record = self.record.spec, self.record
-        files, canary = policy_files(self.policy.model, self.base, spec.options.published_precision)
+        files, canary = policy_files(whole_model, self.base, spec.options.published_precision)
         metadata = PolicyMetadata(
             dialect=self.policy.dialect.name,
             has_tag_tokens=self.policy.tags is not None,
@@ -65,39 +85,42 @@ class Stage:
         return store.publish(spec.key.run_id, record.policy_version, files, metadata)
 
 
-def start_stage(spec: StageSpec, loaded: Loaded, policy_version: int, parent_digest: str) -> Stage:
+def start_stage(spec: StageSpec, loaded: Loaded, policy_version: int, parent_digest: str, world: World) -> Stage:
     """A stage at its first frontier, from a model that was just loaded."""
     torch.manual_seed(spec.options.seed)
     dialect = load_dialect(spec.dialect)
     model, tokenizer = loaded
     if spec.add_tag_tokens:
         tokenizer = add_tags(model, tokenizer, dialect)
-    policy = _policy(model, tokenizer, spec)
+    base = base_files(model, tokenizer)
     record = StageRecord(spec=spec, serial=0, next_step=0, policy_version=policy_version, parent_digest=parent_digest)
-    return Stage(policy, base_files(model, tokenizer), record)
+    return Stage(_policy(model, tokenizer, spec, world), base, record, world)
 
 
-def restore_stage(checkpoint: Checkpoint, device: torch.device) -> Stage:
-    """The stage that a checkpoint was made of."""
+def restore_stage(checkpoint: Checkpoint, world: World) -> Stage:
+    """The stage that a checkpoint was made of, by however many processes."""
     spec = checkpoint.record.spec
     with tempfile.TemporaryDirectory() as name:
         for file_name, content in checkpoint.base_files.items():
             (Path(name) / file_name).write_bytes(content)
-        model = empty_model(AutoConfig.from_pretrained(name, local_files_only=True), device)
+        model = empty_model(AutoConfig.from_pretrained(name, local_files_only=True), torch.device("cpu"))
         tokenizer = load_tokenizer(name)
-    policy = _policy(model, tokenizer, spec)
-    _load_weights(model, _under(_MODEL, checkpoint.tensors))
-    _load_optimizer(policy, _under(_OPTIMIZER, checkpoint.tensors), device)
+    policy = _policy(model, tokenizer, spec, world)
+    _load_weights(policy.model, _under(_MODEL, checkpoint.tensors))
+    _load_optimizer(policy, _under(_OPTIMIZER, checkpoint.tensors))
     _load_rng(_under(_RNG, checkpoint.tensors))
-    return Stage(policy, checkpoint.base_files, checkpoint.record)
+    return Stage(policy, checkpoint.base_files, checkpoint.record, world)
 
 
-def _policy(model: Any, tokenizer: Any, spec: StageSpec) -> Policy:
+def _policy(model: Any, tokenizer: Any, spec: StageSpec, world: World) -> Policy:
     dialect = load_dialect(spec.dialect)
     _prepare(model, spec.options)
-    return Policy(
-        model, make_optimizer(model, spec.options), tokenizer, dialect, TagIds.from_tokenizer(tokenizer, dialect)
-    )
+    scorer = TokenScorer(model, spec.options.dtype)
+    shard(scorer, world, spec.options)
+    if world.mesh is None:
+        scorer.to(world.device)
+    optimizer = make_optimizer(model, spec.options)
+    return Policy(scorer, optimizer, tokenizer, dialect, TagIds.from_tokenizer(tokenizer, dialect))
 
 
 def _prepare(model: Any, options: StageOptions) -> None:
@@ -105,22 +128,23 @@ def _prepare(model: Any, options: StageOptions) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters, each shared one once."""
-    return dict(model.named_parameters())
+def _load_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        fill(parameter, tensors[name])
 
 
-@torch.no_grad()
-def _load_weights(model: Any, tensors: dict[str, torch.Tensor]) -> None:
-    for name, parameter in _weights(model).items():
-        parameter.copy_(tensors[name])
-
-
-def _load_optimizer(policy: Policy, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+def _load_optimizer(policy: Policy, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Moments lie as their parameters do; the count of steps is a number beside them."""
     parameters = dict(policy.model.named_parameters())
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition("/")
-        policy.optimizer.state[parameters[name]][key] = tensor.to(device)
+        parameter = parameters[name]
+        if tensor.shape == parameter.shape:
+            moment = torch.zeros_like(parameter.detach())
+            fill(moment, tensor)
+        else:
+            moment = tensor.to(parameter.device)
+        policy.optimizer.state[parameter][key] = moment
 
 
 def _load_rng(tensors: dict[str, torch.Tensor]) -> None:

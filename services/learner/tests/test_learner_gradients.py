@@ -15,12 +15,15 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from npr_common.topology import Topology
-from npr_learner.gradient import accumulate_gradient, trained_tokens
+from npr_learner.forward import TokenScorer
+from npr_learner.gradient import GradientSummary, accumulate_gradient, trained_tokens
 from npr_learner.objectives import ClipRange, dapo_loss, papo_loss, sft_loss
 from npr_learner.options import StageOptions
 from npr_learner.packing import families_of, micro_batches, pack
 from npr_learner.row import Row, row_of_trajectory
-from npr_learner.testing import World, qwen3
+from npr_learner.testing import World as Texts
+from npr_learner.testing import qwen3
+from npr_learner.world import World
 
 
 def reference_log_probs(model: Any, row: Row) -> torch.Tensor:
@@ -52,7 +55,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def rows_of(world: World, *, parallel: bool, count: int = 7) -> list[Row]:
+def rows_of(world: Texts, *, parallel: bool, count: int = 7) -> list[Row]:
     generator = np.random.default_rng(5)
     make = world.parallel if parallel else world.sequential
     trajectories = [make(generator, "g", index) for index in range(count)]
@@ -96,7 +99,7 @@ OBJECTIVES = {
 @pytest.mark.parametrize("micro_batch_tokens", [1, 130, 10_000])
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_gradient_equals_the_reference_however_rows_are_packed(
-    world: World, name: str, micro_batch_tokens: int, *, share_prompts: bool
+    world: Texts, name: str, micro_batch_tokens: int, *, share_prompts: bool
 ) -> None:
     formula, objective = OBJECTIVES[name]
     rows = rows_of(world, parallel=name != "dapo")
@@ -113,11 +116,12 @@ def test_gradient_equals_the_reference_however_rows_are_packed(
     options = StageOptions(learning_rate=1e-3, micro_batch_tokens=micro_batch_tokens, share_prompts=share_prompts)
     seen: list[tuple[int, int]] = []
     summary = accumulate_gradient(
-        model,
+        TokenScorer(model, options.dtype),
         rows,
         lambda lp, b: objective(lp, b, normalizer),
         options,
-        lambda done, total, _: seen.append((done, total)),
+        observe=lambda done, total, _: seen.append((done, total)),
+        world=World.alone(torch.device("cpu")),
     )
     assert summary.loss == pytest.approx(expected_loss.item(), rel=1e-10)
     assert summary.tokens == normalizer
@@ -129,7 +133,7 @@ def test_gradient_equals_the_reference_however_rows_are_packed(
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-4  # the comparison is of something
 
 
-def test_forced_tokens_and_seams_carry_no_loss_and_a_sibling_changes_nothing(world: World) -> None:
+def test_forced_tokens_and_seams_carry_no_loss_and_a_sibling_changes_nothing(world: Texts) -> None:
     generator = np.random.default_rng(1)
     trajectory = world.parallel(generator, "g", 0, branches=3)
     row = row_of_trajectory(trajectory, world.tags, len(world.tokenizer))
@@ -152,19 +156,26 @@ def test_forced_tokens_and_seams_carry_no_loss_and_a_sibling_changes_nothing(wor
     assert (before[takeaway] - after[takeaway]).abs().max() > 1e-6
 
 
-def test_log_prob_drift_is_the_largest_difference_to_the_engine(world: World) -> None:
+def measured(model: Any, rows: list[Row]) -> GradientSummary:
+    """What is measured of these rows."""
+    options = StageOptions(learning_rate=1.0)
+    scorer, alone = TokenScorer(model, options.dtype), World.alone(torch.device("cpu"))
+    return accumulate_gradient(
+        scorer, rows, lambda lp, _: sft_loss(lp, 1.0), options, observe=lambda *_: None, world=alone
+    )
+
+
+def test_log_prob_drift_is_the_largest_difference_to_the_engine(world: Texts) -> None:
     rows = rows_of(world, parallel=True, count=3)
     model = qwen3(len(world.tokenizer))
     truth = [reference_log_probs(model, row).detach().numpy() for row in rows]
     truth[1][2] += 0.25
     exact = [replace(row, behavior_log_probs=t.astype(np.float32)) for row, t in zip(rows, truth, strict=True)]
-    summary = accumulate_gradient(
-        model, exact, lambda lp, _: sft_loss(lp, 1.0), StageOptions(learning_rate=1.0), lambda *_: None
-    )
+    summary = measured(model, exact)
     assert summary.log_prob_drift_max == pytest.approx(0.25, abs=1e-5)
 
 
-def test_micro_batches_hold_every_row_once_within_the_budget(world: World) -> None:
+def test_micro_batches_hold_every_row_once_within_the_budget(world: Texts) -> None:
     rows = rows_of(world, parallel=True, count=20)
     for budget, share in itertools.product((1, 60, 100, 333, 100_000), (False, True)):
         batches = micro_batches(families_of(rows, share_prompts=share), budget)
@@ -174,11 +185,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget(world: World) -> No
             assert single or sum(len(pack([family]).token_ids) for family in batch) <= budget
 
 
-def test_entropy_of_a_uniform_policy_is_log_of_the_vocabulary(world: World) -> None:
+def test_entropy_of_a_uniform_policy_is_log_of_the_vocabulary(world: Texts) -> None:
     rows = rows_of(world, parallel=True, count=2)
     model = qwen3(len(world.tokenizer))
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    summary = accumulate_gradient(
-        model, rows, lambda lp, _: sft_loss(lp, 1.0), StageOptions(learning_rate=1.0), lambda *_: None
-    )
+    summary = measured(model, rows)
     assert summary.mean("entropy") == pytest.approx(math.log(len(world.tokenizer)), rel=1e-5)

@@ -18,6 +18,7 @@ from npr_common.policy_store import PolicyStore
 from npr_common.testing.processes import service_process
 from npr_learner.checkpoint import CheckpointStore
 from npr_learner.experience import Experience
+from npr_learner.frontiers import Frontiers
 from npr_learner.stages import Stages
 
 FINE_TUNE = {
@@ -70,7 +71,7 @@ CRASHES: list[tuple[type, str]] = [
     (CheckpointStore, "save"),
     (Stages, "publish"),
     (Experience, "acknowledge"),
-    (Stages, "store_answer"),
+    (Frontiers, "store_answer"),
 ]
 
 
