@@ -1,5 +1,9 @@
 """The life of the learner process: choose a device, connect to the buffer, serve, drain."""
 
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
 import grpc
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -12,13 +16,43 @@ from npr_learner.experience import Experience
 from npr_learner.exports import PolicyExporter
 from npr_learner.frontiers import Frontiers
 from npr_learner.policy import choose_device
-from npr_learner.ranks import ThisProcess
+from npr_learner.ranks import Ranks, ThisProcess
+from npr_learner.ray_head import LOCAL, prepare_environment
 from npr_learner.servicer import LearnerServicer
 from npr_learner.settings import LearnerSettings
 from npr_learner.stages import Stages
 from npr_learner.world import World
 
 GRPC_NAME: str = learner_pb2.DESCRIPTOR.services_by_name["LearnerService"].full_name
+
+
+@dataclass(frozen=True)
+class MakeStages:
+    """Makes the stages of one process; it can be pickled."""
+
+    policy_store_url: str
+    cache_dir: Path
+
+    def __call__(self, world: World) -> Stages:
+        """The stages of this process of `world`."""
+        disable_progress_bar()  # a service's log is no terminal
+        policies = PolicyStore(self.policy_store_url, self.cache_dir)
+        return Stages(policies, CheckpointStore(self.policy_store_url), self.cache_dir, world)
+
+
+def make_ranks(settings: LearnerSettings, addresses: Addresses) -> Ranks:
+    """Where the learner computes: here, or on Ray workers."""
+    device = choose_device(settings.device)
+    make_stages = MakeStages(addresses.policy_store_url, addresses.cache_dir)
+    if not settings.workers:
+        return ThisProcess(make_stages(World.alone(device)))
+    if settings.ray_address == LOCAL:
+        prepare_environment()
+    from npr_learner.ray_ranks import RayRanks, Workers  # noqa: PLC0415  # imports Ray
+
+    timeout = timedelta(seconds=settings.worker_timeout_seconds)
+    workers = Workers(settings.workers, device.type, settings.ray_address, settings.torch_threads, timeout)
+    return RayRanks(workers, make_stages)
 
 
 class LearnerService:
@@ -35,15 +69,13 @@ class LearnerService:
         """Adds the servicer; channels and locks belong to the loop that runs now."""
         policies = PolicyStore(self._addresses.policy_store_url, self._addresses.cache_dir)
         checkpoints = CheckpointStore(self._addresses.policy_store_url)
-        world = World.alone(choose_device(self._settings.device))
-        ranks = ThisProcess(Stages(policies, checkpoints, self._addresses.cache_dir, world))
+        ranks = make_ranks(self._settings, self._addresses)
         self._experience = Experience(self._addresses.buffer_address, self._settings.buffer_wait_seconds)
         self._servicer = LearnerServicer(ranks, Frontiers(checkpoints), self._experience, PolicyExporter(policies))
         learner_pb2_grpc.add_LearnerServiceServicer_to_server(self._servicer, server)
 
     async def start(self) -> None:
         """Sets torch's threads; stages are loaded when they are asked for."""
-        disable_progress_bar()  # a service's log is no terminal
         if self._settings.torch_threads is not None:
             torch.set_num_threads(self._settings.torch_threads)
 

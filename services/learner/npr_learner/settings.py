@@ -15,4 +15,11 @@ class LearnerSettings(Settings):
     torch_threads: int | None = Field(
         default=None, ge=1, description="CPU threads of one operation; unset: torch's own"
     )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        description="Ray workers that share the weights, each with a GPU on `cuda`; 0: this process alone",
+    )
+    ray_address: str = Field(default="local", description="`local`, `auto` or an address, as `ray.init` takes it")
+    worker_timeout_seconds: float = Field(default=600.0, gt=0, description="how long a worker waits for another one")
     buffer_wait_seconds: float = Field(default=120.0, gt=0, description="how long to wait for a buffer that is away")

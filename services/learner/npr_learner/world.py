@@ -150,10 +150,10 @@ class Roll:
         self.store.set(f"npr/place/{self.rank}", f"{steps} {place}")
 
     def explained(self, error: Exception) -> UnavailableError:
-        """Who is behind this process, and where."""
+        """Who has not gone further than this process, and where each was seen last."""
         steps, place = self._seen(self.rank)
-        behind = [f"rank {rank} is at {where}" for rank, (count, where) in self._others() if count < steps]
-        who = "; ".join(behind) or "no rank is behind, so one has ended or its network is gone"
+        late = [f"rank {rank} is at {where}" for rank, (count, where) in self._others() if count <= steps]
+        who = "; ".join(late) or "all others are further"
         return UnavailableError(
             f"the learner's rank {self.rank} waited {self.timeout.total_seconds():.0f} s at {place}: {who} "
             f"({str(error).splitlines()[0]})",

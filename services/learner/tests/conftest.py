@@ -72,9 +72,11 @@ class Rig:
             yield self
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator["Rig"]:
-        """A fresh learner in this process, over the same store and buffer."""
-        settings = LearnerSettings(device="cpu", buffer_wait_seconds=5.0)
+    async def running(self, workers: int = 0) -> AsyncIterator["Rig"]:
+        """A fresh learner in this process, over the same store and buffer; `workers` do its work, or itself."""
+        settings = LearnerSettings(
+            device="cpu", buffer_wait_seconds=5.0, workers=workers, worker_timeout_seconds=60.0, torch_threads=1
+        )
         async with running_server(LearnerService(settings, self.addresses)) as address, self.connected(address):
             yield self
 
