@@ -31,6 +31,30 @@ Observer = Callable[[int, int, Mapping[str, float]], None]
 """Told (done, total, newest metrics) after each piece of work; it may raise to stop the work."""
 
 
+DRIFT_BOUNDS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""Of the histogram, in nats."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """|learner - engine| in the log-probability of trained tokens, in nats.
+
+    Attributes:
+        within: for each of `DRIFT_BOUNDS`, the share of the tokens that differ by no more.
+    """
+
+    largest: float
+    mean: float
+    within: tuple[float, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """By name."""
+        shares = {
+            f"log_prob_drift_within_{bound:g}": share for bound, share in zip(DRIFT_BOUNDS, self.within, strict=True)
+        }
+        return {"log_prob_drift_max": self.largest, "log_prob_drift_mean": self.mean, **shares}
+
+
 @dataclass(frozen=True)
 class GradientSummary:
     """What was measured while the gradient was accumulated.
@@ -39,14 +63,14 @@ class GradientSummary:
         loss: of the whole batch.
         tokens: trained tokens.
         computed_tokens: tokens that went through the model: padding counts, and a shared prompt once.
-        log_prob_drift_max: largest |learner - engine| in log-probability over trained tokens.
+        drift: how far the learner's log-probabilities of trained tokens are from the engine's.
         sums: sums over trained tokens by name: `entropy` in nats, and the objective's own.
     """
 
     loss: float
     tokens: int
     computed_tokens: int
-    log_prob_drift_max: float
+    drift: Drift
     sums: Mapping[str, float]
 
     def mean(self, name: str) -> float:
@@ -100,12 +124,15 @@ def accumulate_gradient(
     return measures.summary(trained_tokens(rows), world)
 
 
+_DRIFT = "drift"
+
+
 @dataclass
 class _Measures:
     """What this process has measured so far."""
 
     loss: float = 0.0
-    drift: float = 0.0
+    largest_drift: float = 0.0
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(
@@ -113,18 +140,25 @@ class _Measures:
     ) -> None:
         """A micro-batch; `weight` is 0 for a stand-in, which has the names of its measures but none of their worth."""
         self.loss += weight * terms.loss.item()
-        drift = (log_probs_N.detach() - batch.behavior_log_probs_N).abs().max().item()
-        self.drift = max(self.drift, weight * drift)
         self.sums["computed_tokens"] += weight * batch.token_ids_1S.numel()
         for name, value in {"entropy": entropy_N.sum(), **terms.sums}.items():
             self.sums[name] += weight * value.item()
+        drift_N = (log_probs_N.detach() - batch.behavior_log_probs_N).abs()
+        self.largest_drift = max(self.largest_drift, weight * drift_N.max().item())
+        self.sums[_DRIFT] += weight * drift_N.sum().item()
+        for bound in DRIFT_BOUNDS:
+            self.sums[f"{_DRIFT}{bound}"] += weight * (drift_N <= bound).sum().item()
 
     def summary(self, tokens: int, world: World) -> GradientSummary:
         """Over all processes."""
-        total = world.sum({"loss": self.loss, "computed_tokens": 0.0, **self.sums}, "the sum of the measures")
-        drift = world.largest({"drift": self.drift}, "the largest drift")["drift"]
-        loss, computed = total.pop("loss"), total.pop("computed_tokens")
-        return GradientSummary(loss, tokens, int(computed), drift, total)
+        names = {"computed_tokens", _DRIFT, *(f"{_DRIFT}{bound}" for bound in DRIFT_BOUNDS)}
+        own = {"loss": self.loss, **dict.fromkeys(names, 0.0), **self.sums}
+        total = world.sum(own, "the sum of the measures")
+        largest = world.largest({_DRIFT: self.largest_drift}, "the largest drift")[_DRIFT]
+        within = tuple(total.pop(f"{_DRIFT}{bound}") / max(1, tokens) for bound in DRIFT_BOUNDS)
+        drift = Drift(largest, total.pop(_DRIFT) / max(1, tokens), within)
+        loss, computed = total.pop("loss"), int(total.pop("computed_tokens"))
+        return GradientSummary(loss, tokens, computed, drift, total)
 
 
 def turns(rows: Sequence[Row], options: StageOptions, world: World) -> list[Turn]:

@@ -74,6 +74,9 @@ class StageOptions(BaseModel):
     overlong_penalty: float = Field(default=1.0, ge=0, description="taken off at the limit")
 
     malformed: Malformed = Malformed.DROP
+    max_log_prob_drift_mean: float | None = Field(
+        default=None, gt=0, description="nats between learner and engine, past which nothing is learned; unset: none"
+    )
 
     epochs: int = Field(default=1, ge=1)
     tokens_per_update: int = Field(default=16_384, ge=1, description="of one optimiser step of fine-tuning, unpadded")

@@ -22,7 +22,7 @@ from npr_common.errors import FailedPreconditionError, InvalidArgumentError
 from npr_learner.advantages import dapo_advantages, papo_advantages
 from npr_learner.batch import Batch
 from npr_learner.filters import Defect, StructuralFilter, is_usable, require_policy, require_visibility
-from npr_learner.gradient import GradientSummary, LossFunction, Observer, accumulate_gradient, trained_tokens
+from npr_learner.gradient import Drift, GradientSummary, LossFunction, Observer, accumulate_gradient, trained_tokens
 from npr_learner.objectives import ClipRange, LossTerms, dapo_loss, overlong_penalty, papo_loss
 from npr_learner.optim import apply_update, learning_rate_at
 from npr_learner.options import Malformed, StageOptions
@@ -168,6 +168,7 @@ class ReinforcementStep:
                     self.policy.scorer, mini_batch, loss_of, self.options, observe=observe, world=self.world
                 )
             )
+            self._require_same_policy(summaries[0].drift)
             norms.append(self._update(rate))
         return {**selection.metrics(), **_summary_metrics(summaries), "grad_norm": max(norms), "learning_rate": rate}
 
@@ -196,6 +197,20 @@ class ReinforcementStep:
                 reason="NOTHING_KEPT",
                 metadata={str(defect): str(count) for defect, count in selection.defects.items()},
             )
+
+    def _require_same_policy(self, drift: Drift) -> None:
+        """Stops before an update by log-probabilities of another policy than the one that decoded."""
+        bound = self.options.max_log_prob_drift_mean
+        if bound is None or drift.mean <= bound:
+            return
+        self.policy.optimizer.zero_grad()
+        raise FailedPreconditionError(
+            f"the learner's log-probabilities are {drift.mean:.3g} nats from the engine's on average, at most "
+            f"{drift.largest:.3g}, past the bound of {bound:g}: they do not compute the same policy. Compare their "
+            "dtype and what the engine serves, or raise guard.max_log_prob_drift_mean in a new run",
+            reason="LOG_PROB_DRIFT",
+            metadata={name: f"{value:.6g}" for name, value in drift.metrics().items()},
+        )
 
     def _rows(self, selection: Selection) -> list[Row]:
         rewards = [response.reward for response in selection.kept]
@@ -251,7 +266,7 @@ def _summary_metrics(summaries: Sequence[GradientSummary]) -> Mapping[str, float
     return {
         **means,
         "loss": sum(summary.loss for summary in summaries) / len(summaries),
-        "log_prob_drift_max": summaries[0].log_prob_drift_max,
+        **summaries[0].drift.metrics(),
         "tokens": tokens,
         "computed_tokens": sum(summary.computed_tokens for summary in summaries),
         "optimizer_steps": len(summaries),

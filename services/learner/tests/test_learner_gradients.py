@@ -172,7 +172,10 @@ def test_log_prob_drift_is_the_largest_difference_to_the_engine(world: Texts) ->
     truth[1][2] += 0.25
     exact = [replace(row, behavior_log_probs=t.astype(np.float32)) for row, t in zip(rows, truth, strict=True)]
     summary = measured(model, exact)
-    assert summary.log_prob_drift_max == pytest.approx(0.25, abs=1e-5)
+    assert summary.drift.largest == pytest.approx(0.25, abs=1e-5)
+    assert summary.drift.mean == pytest.approx(0.25 / summary.tokens, rel=1e-2)
+    assert summary.drift.within[-1] == pytest.approx(1 - 1 / summary.tokens)
+    assert summary.drift.within[1] == summary.drift.within[-1]
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget(world: Texts) -> None:

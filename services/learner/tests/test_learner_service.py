@@ -161,6 +161,26 @@ async def test_steps_out_of_order_of_other_policies_or_without_a_survivor_are_re
         await rig.train("npr", 0, group_ids)  # and the stage is none the worse
 
 
+async def test_a_batch_that_another_policy_seems_to_have_drawn_is_not_learned(rig: Any) -> None:
+    """The rig's behaviour log-probabilities are made up, so they are nats away."""
+    async with rig.running():
+        for stage, bound in (("strict", 0.1), ("lax", 100.0)):
+            options = json.dumps({"learning_rate": 1e-3, "max_log_prob_drift_mean": bound})
+            started = await rig.start(stage, "PAPO", options_json=options)
+            group_ids = await rig.experience(started.policy, stage)
+            if stage == "lax":
+                metrics = (await rig.train(stage, 0, group_ids))[-1].result.metrics
+                assert 0.1 < metrics["log_prob_drift_mean"] < metrics["log_prob_drift_max"]
+                assert metrics["log_prob_drift_within_0.1"] < 0.5
+                continue
+            with pytest.raises(FailedPreconditionError, match="do not compute the same policy") as refused:
+                await rig.train(stage, 0, group_ids)
+            assert refused.value.reason == "LOG_PROB_DRIFT"
+            assert float(refused.value.metadata["log_prob_drift_mean"]) > 0.1
+            assert (await rig.stage(stage)).next_step == 0
+            assert await rig.consumed_by() == {}
+
+
 async def test_fine_tuning_lowers_the_loss_and_is_idempotent(rig: Any) -> None:
     options = {
         "learning_rate": 3e-3,

@@ -22,8 +22,10 @@ class Learning(RecipePart):
     betas: tuple[Beta, Beta] | None = None
     optimizer_epsilon: float | None = Field(default=None, gt=0)
     micro_batch_tokens: int | None = Field(default=None, ge=1, description="most tokens of one pass")
+    share_prompts: bool | None = Field(default=None, description="compute a prompt once for its responses in a pass")
     dtype: Literal["float32", "bfloat16"] | None = None
     gradient_checkpointing: bool | None = None
+    cpu_offload: bool | None = Field(default=None, description="keep split weights in the host's memory")
 
     def options(self, **derived: Any) -> dict[str, Any]:
         """The options that are set, with those that the controller derives (schedule length, seed...)."""

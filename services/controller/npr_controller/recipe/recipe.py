@@ -94,6 +94,9 @@ class Guard(RecipePart):
     max_malformed_rate: float = Field(default=0.5, ge=0, le=1, description="of an NPR step's responses")
     malformed_steps: int = Field(default=3, ge=1, description="steps in a row past the bound that stop the run")
     min_forked_rate: float = Field(default=0.95, ge=0, le=1, description="parallel rate needed before stage 3")
+    max_log_prob_drift_mean: float = Field(
+        default=0.1, gt=0, description="nats between learner and engine on a step's tokens; past it none is learned"
+    )
 
 
 class Recipe(RecipePart):

@@ -72,6 +72,7 @@ def _options(ctx: RunContext, stage: AnyStage) -> dict[str, object]:
     derived: dict[str, object] = {"seed": ctx.recipe.seed}
     if isinstance(stage, ReinforcementStage):
         derived["total_steps"] = stage.steps
+        derived["max_log_prob_drift_mean"] = ctx.recipe.guard.max_log_prob_drift_mean
     if isinstance(stage, NprStage):
         derived["malformed"] = stage.malformed.value
     return stage.learning.options(**derived)
