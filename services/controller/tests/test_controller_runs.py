@@ -22,7 +22,14 @@ from npr.controller.v1 import controller_pb2 as pb
 from npr.controller.v1 import controller_pb2_grpc
 from npr.learner.v1 import learner_pb2
 from npr_common.config import Addresses
-from npr_common.rpc import AlreadyExistsError, InvalidArgumentError, NotFoundError, connect, rpc_errors
+from npr_common.rpc import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    connect,
+    rpc_errors,
+)
 from npr_common.testing.processes import ServiceProcess
 from npr_common.testing.servers import running_server
 from npr_common.testing.valkey import ValkeyProcess
@@ -265,6 +272,23 @@ async def test_form_that_drifts_past_the_bound_stops_stage_three(make_system) ->
         assert last.run.state == pb.RUN_STATE_FAILED
         assert "npr step 1: 100% of the responses are malformed" in last.run.error
         assert [step for stage, step, _ in system.learner.trained if stage == "npr"] == [0]
+
+
+async def test_a_learner_that_computes_another_policy_stops_the_run(make_system) -> None:
+    """The bound travels to the stages of reinforcement learning; what the learner says is the run's error."""
+
+    async def drifts(request: learner_pb2.TrainStepRequest) -> None:
+        raise FailedPreconditionError("they do not compute the same policy", reason="LOG_PROB_DRIFT")
+
+    async with make_system() as system:
+        system.learner.before_step = drifts
+        await system.create(stages=[GIVEN, RECIPE["stages"][2]], guard={"max_log_prob_drift_mean": 0.25})
+        last = (await system.rest())[-1]
+        assert last.run.state == pb.RUN_STATE_FAILED
+        assert "they do not compute the same policy" in last.run.error
+        options = {name: json.loads(stage.request.options_json) for (_, name), stage in system.learner.stages.items()}
+        assert options["npr"]["max_log_prob_drift_mean"] == 0.25
+        assert "max_log_prob_drift_mean" not in options["multiverse"]
 
 
 async def test_rejection_sampling_retries_only_what_was_not_accepted(make_system) -> None:
