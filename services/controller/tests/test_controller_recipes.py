@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from npr.learner.v1 import learner_pb2
 from npr.types.v1 import sampling_pb2
 from npr_common.rpc import InvalidArgumentError
 from npr_controller.recipe import Recipe, parse_recipe
@@ -144,6 +145,13 @@ def test_worked_examples_are_turns_before_the_problem() -> None:
         ("assistant", "\\boxed{2}"),
         ("user", "Solve: 3 + 4"),
     ]
+
+
+@pytest.mark.parametrize(("loss", "objective"), [("dapo", "OBJECTIVE_DAPO"), ("grpo", "OBJECTIVE_GRPO")])
+def test_the_sequential_baseline_has_the_loss_that_it_names(loss: str, objective: str) -> None:
+    stage = {"kind": "sequential", "steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "loss": loss}
+    [sequential] = _with(stages=[stage | {"learning": {"learning_rate": 1e-3}}]).stages
+    assert learner_pb2.Objective.Name(sequential.objective) == objective
 
 
 def test_learning_options_are_only_those_that_are_set() -> None:

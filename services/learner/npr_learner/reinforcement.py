@@ -4,30 +4,27 @@ Invariants:
 - A step trains on one policy's trajectories, decoded under the stage's own visibility, from its whole distribution
   at a temperature; what is trained is the policy at that temperature.
 - Statistics are taken once, over the whole batch, before it is cut into mini- or micro-batches.
-- PAPO takes exactly one optimiser step; DAPO takes one a mini-batch, whole groups together.
+- PAPO takes exactly one optimiser step; DAPO and GRPO take one a mini-batch, whole groups together.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
-import torch
 
 from npr.buffer.v1 import buffer_pb2
 from npr.learner.v1 import learner_pb2
 from npr.types.v1 import policy_pb2, sampling_pb2, trajectory_pb2
 from npr_common.errors import FailedPreconditionError, InvalidArgumentError
-from npr_learner.advantages import dapo_advantages, papo_advantages
-from npr_learner.batch import Batch
 from npr_learner.filters import Defect, StructuralFilter, is_usable, require_policy, require_visibility
-from npr_learner.gradient import Drift, GradientSummary, LossFunction, Observer, accumulate_gradient, trained_tokens
-from npr_learner.objectives import ClipRange, LossTerms, dapo_loss, overlong_penalty, papo_loss
+from npr_learner.gradient import Drift, GradientSummary, Observer, accumulate_gradient, trained_tokens
+from npr_learner.objectives import overlong_penalty
 from npr_learner.optim import apply_update, learning_rate_at
 from npr_learner.options import Malformed, StageOptions
 from npr_learner.policy import Policy
 from npr_learner.row import Row, row_of_trajectory
+from npr_learner.rules import RULES, Rules
 from npr_learner.world import World
 
 
@@ -62,7 +59,7 @@ class Selection:
         }
 
 
-def require_whole_distribution(group: buffer_pb2.Group, objective: "learner_pb2.Objective.ValueType") -> None:
+def require_whole_distribution(group: buffer_pb2.Group, rules: Rules) -> None:
     """Refuse groups that were not drawn from a whole softmax: the policy that drew them has no gradient of its own.
 
     PAPO uses no behaviour log-probabilities and so bears the engine's mild repetition penalty (SPEC section 3).
@@ -71,7 +68,7 @@ def require_whole_distribution(group: buffer_pb2.Group, objective: "learner_pb2.
         FailedPreconditionError: reason `DISTORTED_SAMPLING`.
     """
     sampling = group.decoding.sampling
-    penalised = sampling.repetition_penalty not in (0.0, 1.0) and objective != learner_pb2.OBJECTIVE_PAPO
+    penalised = sampling.repetition_penalty not in (0.0, 1.0) and not rules.strictly_on_policy
     cut = sampling.top_p not in (0.0, 1.0) or sampling.top_k or sampling.min_p
     if sampling.temperature <= 0 or cut or penalised:
         raise FailedPreconditionError(
@@ -81,7 +78,7 @@ def require_whole_distribution(group: buffer_pb2.Group, objective: "learner_pb2.
         )
 
 
-def select_for_papo(
+def select_by_accuracy(
     groups: Sequence[buffer_pb2.ReadGroupsResponse], structural: StructuralFilter | None, malformed: Malformed
 ) -> Selection:
     """Structural filter first, then R = accuracy alone; what is refused is dropped, or counts as incorrect."""
@@ -100,14 +97,14 @@ def select_for_papo(
     return _selection(groups, usable, kept, defects)
 
 
-def select_for_dapo(groups: Sequence[buffer_pb2.ReadGroupsResponse], options: StageOptions) -> Selection:
+def select_by_reward(groups: Sequence[buffer_pb2.ReadGroupsResponse], options: StageOptions) -> Selection:
     """All that was decoded and judged, with the buffer's reward less the soft overlong penalty."""
     usable = [(item.group, scored) for item in groups for scored in item.trajectories if is_usable(scored)]
-    kept = [Response(group, scored, _dapo_reward(group, scored, options)) for group, scored in usable]
+    kept = [Response(group, scored, _reward(group, scored, options)) for group, scored in usable]
     return _selection(groups, usable, kept, Counter())
 
 
-def _dapo_reward(group: buffer_pb2.Group, scored: trajectory_pb2.ScoredTrajectory, options: StageOptions) -> float:
+def _reward(group: buffer_pb2.Group, scored: trajectory_pb2.ScoredTrajectory, options: StageOptions) -> float:
     limit = group.decoding.limits.max_tokens
     if options.overlong_buffer_tokens > limit:
         raise InvalidArgumentError(
@@ -162,7 +159,7 @@ class ReinforcementStep:
         self.policy.model.train()
         summaries, norms = [], []
         for mini_batch in self._mini_batches(rows, selection):
-            loss_of = self._loss(trained_tokens(mini_batch))
+            loss_of = self._rules.loss(self.options, max(1, trained_tokens(mini_batch)))
             summaries.append(
                 accumulate_gradient(
                     self.policy.scorer, mini_batch, loss_of, self.options, observe=observe, world=self.world
@@ -173,17 +170,17 @@ class ReinforcementStep:
         return {**selection.metrics(), **_summary_metrics(summaries), "grad_norm": max(norms), "learning_rate": rate}
 
     @property
-    def _is_papo(self) -> bool:
-        return self.objective == learner_pb2.OBJECTIVE_PAPO
+    def _rules(self) -> Rules:
+        return RULES[self.objective]
 
     def _select(self, groups: Sequence[buffer_pb2.ReadGroupsResponse]) -> Selection:
         for item in groups:
-            require_whole_distribution(item.group, self.objective)
-        if not self._is_papo:
-            return select_for_dapo(groups, self.options)
+            require_whole_distribution(item.group, self._rules)
+        if not self._rules.by_accuracy:
+            return select_by_reward(groups, self.options)
         parallel = self.visibility == sampling_pb2.VISIBILITY_PARALLEL
         structural = self.policy.structural_filter() if parallel else None
-        return select_for_papo(groups, structural, self.options.malformed)
+        return select_by_accuracy(groups, structural, self.options.malformed)
 
     def _require_trainable(self, selection: Selection) -> None:
         trajectories = [response.scored.trajectory for response in selection.kept]
@@ -215,8 +212,7 @@ class ReinforcementStep:
     def _rows(self, selection: Selection) -> list[Row]:
         rewards = [response.reward for response in selection.kept]
         names = [response.group.group_id for response in selection.kept]
-        normalise = papo_advantages if self._is_papo else dapo_advantages
-        advantages = normalise(rewards, names, self.options.advantage_epsilon)
+        advantages = self._rules.advantages(rewards, names, self.options.advantage_epsilon)
         return [
             self._row(response, float(advantage))
             for response, advantage in zip(selection.kept, advantages, strict=True)
@@ -228,8 +224,8 @@ class ReinforcementStep:
 
     def _mini_batches(self, rows: Sequence[Row], selection: Selection) -> Iterator[list[Row]]:
         """Whole groups, dealt out in an order that the seed and the step fix."""
-        if self._is_papo:
-            yield list(rows)
+        if self._rules.strictly_on_policy:
+            yield self._rules.weigh(rows)
             return
         by_group: dict[str, list[Row]] = {}
         for row, response in zip(rows, selection.kept, strict=True):
@@ -237,25 +233,10 @@ class ReinforcementStep:
         names = sorted(by_group)
         order = np.random.default_rng([self.options.seed, self.step]).permutation(len(names))
         for part in np.array_split(order, min(self.options.minibatches_per_step, len(names))):
-            yield [row for index in part for row in by_group[names[index]]]
-
-    def _loss(self, normalizer: int) -> LossFunction:
-        if self._is_papo:
-            return partial(_papo, normalizer=max(1, normalizer))
-        clip = ClipRange(self.options.clip_low, self.options.clip_high, self.options.dual_clip)
-        return partial(_dapo, normalizer=max(1, normalizer), clip=clip)
+            yield self._rules.weigh([row for index in part for row in by_group[names[index]]])
 
     def _update(self, rate: float) -> float:
         return apply_update(self.policy.model.parameters(), self.policy.optimizer, rate, self.options.max_grad_norm)
-
-
-def _papo(log_probs_N: torch.Tensor, batch: Batch, *, normalizer: float) -> LossTerms:
-    return papo_loss(log_probs_N, batch.advantages_N.to(log_probs_N.dtype), normalizer)
-
-
-def _dapo(log_probs_N: torch.Tensor, batch: Batch, *, normalizer: float, clip: ClipRange) -> LossTerms:
-    advantages_N = batch.advantages_N.to(log_probs_N.dtype)
-    return dapo_loss(log_probs_N, batch.behavior_log_probs_N, advantages_N, normalizer, clip)
 
 
 def _summary_metrics(summaries: Sequence[GradientSummary]) -> Mapping[str, float]:

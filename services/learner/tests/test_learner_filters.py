@@ -11,7 +11,7 @@ from npr.types.v1 import sampling_pb2, trajectory_pb2
 from npr_common.dialects import load_dialect
 from npr_learner.filters import Defect, StructuralFilter, is_usable
 from npr_learner.options import Malformed, StageOptions
-from npr_learner.reinforcement import select_for_dapo, select_for_papo
+from npr_learner.reinforcement import select_by_accuracy, select_by_reward
 from npr_learner.testing import World
 
 DIALECT = load_dialect("npr")
@@ -112,7 +112,7 @@ def test_papo_drops_the_malformed_or_counts_them_as_incorrect(world: World, malf
         scored_as(well_formed(world, serialized_blocks=1), CORRECT),
         scored_as(well_formed(world), trajectory_pb2.VERDICT_KIND_UNSCORABLE),
     )
-    selection = select_for_papo([group], structural, malformed)
+    selection = select_by_accuracy([group], structural, malformed)
     expected = [1.0, -1.0] if malformed is Malformed.DROP else [1.0, -1.0, -1.0]
     assert [response.reward for response in selection.kept] == expected
     metrics = selection.metrics()
@@ -126,5 +126,5 @@ def test_dapo_takes_the_buffers_reward_less_the_overlong_penalty(world: World) -
     length = len(trajectory.token_ids) - trajectory.prompt_length
     options = StageOptions(learning_rate=1.0, overlong_buffer_tokens=10, overlong_penalty=0.5)
     group = group_of(scored_as(trajectory, CORRECT, reward=1.0), max_tokens=length + 5)
-    kept = select_for_dapo([group], options).kept
+    kept = select_by_reward([group], options).kept
     assert [response.reward for response in kept] == [pytest.approx(1.0 - 0.5 * 5 / 10)]

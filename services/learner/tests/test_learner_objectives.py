@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from npr_learner.advantages import dapo_advantages, papo_advantages
 from npr_learner.log_probs import chosen_log_probs
-from npr_learner.objectives import ClipRange, dapo_loss, overlong_penalty, papo_loss, sft_loss
+from npr_learner.objectives import (
+    ClipRange,
+    dapo_loss,
+    grpo_clip,
+    grpo_weights,
+    overlong_penalty,
+    papo_loss,
+    sft_loss,
+)
 
 
 def reference_dapo(log_prob: float, behavior: float, advantage: float, clip: ClipRange) -> tuple[float, float]:
@@ -47,6 +55,26 @@ def test_dapo_loss_and_gradient_follow_the_cases(drawn: list[tuple[float, float,
     assert log_probs.grad.tolist() == pytest.approx([-slope / 7.0 for _, slope in cases], rel=1e-12, abs=1e-12)
     stopped = sum(slope == 0 and advantage != 0 for (_, slope), (*_, advantage) in zip(cases, drawn, strict=True))
     assert terms.sums["clip_fraction"].item() == stopped
+
+
+def test_grpo_is_the_mean_over_responses_of_each_ones_mean() -> None:
+    """Written out response by response, with one clip for both sides and none against the worst ratios."""
+    generator = np.random.default_rng(3)
+    lengths, advantages = [1, 4, 9], [1.5, -0.7, 0.2]
+    log_probs = torch.tensor(-generator.uniform(0.1, 3, sum(lengths)), requires_grad=True)
+    behavior = log_probs.detach() - torch.tensor(generator.uniform(-4, 4, sum(lengths)))
+    expected = torch.zeros((), dtype=torch.float64)
+    for part, drawn, advantage in zip(log_probs.split(lengths), behavior.split(lengths), advantages, strict=True):
+        ratio = (part - drawn).exp()
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        expected = expected - surrogate.mean() / len(lengths)
+    (slopes,) = torch.autograd.grad(expected, log_probs)
+
+    weighed = torch.tensor(np.repeat(np.array(advantages) * grpo_weights(lengths), lengths))
+    loss = dapo_loss(log_probs, behavior, weighed, sum(lengths), grpo_clip(0.2)).loss
+    (found,) = torch.autograd.grad(loss, log_probs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(found, slopes, rtol=1e-12, atol=1e-15)
 
 
 def test_papo_gradient_is_advantage_times_that_of_log_pi() -> None:

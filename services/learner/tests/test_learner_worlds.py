@@ -36,8 +36,9 @@ from npr_learner.stages import Stages
 from npr_learner.testing import WORDS, make_world, qwen3, word_tokenizer
 
 STEPS = 20
+SEQUENTIAL = ("DAPO", "GRPO")
 TOLERANCE = 5e-5
-OBJECTIVES = ("PAPO", "DAPO", "SFT")
+OBJECTIVES = ("PAPO", "DAPO", "GRPO", "SFT")
 REF = policy_pb2.PolicyRef(line="run", version=0, digest="d")
 OPTIONS = StageOptions(
     learning_rate=1e-3,
@@ -105,7 +106,7 @@ class Job:
 
     @staticmethod
     def spec(objective: str) -> StageSpec:
-        parallel = objective != "DAPO"
+        parallel = objective not in SEQUENTIAL
         visibility = sampling_pb2.VISIBILITY_PARALLEL if parallel else sampling_pb2.VISIBILITY_SEQUENTIAL
         return StageSpec(
             key=StageKey(run_id="run", stage=objective.lower()),
@@ -120,7 +121,7 @@ class Job:
     def groups(objective: str, step: int) -> list[buffer_pb2.ReadGroupsResponse]:
         """Two groups of four; six for fine-tuning."""
         world, generator = make_world(REF), np.random.default_rng([step, *objective.encode()])
-        make = world.sequential if objective == "DAPO" else world.parallel
+        make = world.sequential if objective in SEQUENTIAL else world.parallel
         sampling = sampling_pb2.Sampling(temperature=1.0, top_p=1.0)
         found = []
         for name in (f"{step}-{index}" for index in range(6 if objective == "SFT" else 2)):

@@ -106,11 +106,12 @@ class SequentialStage(ReinforcementStage):
     name: Name = "sequential"
     start_from: StartFrom = StartFrom.PREVIOUS
     reward: Literal["accuracy", "format_gated"] = "accuracy"
+    loss: Literal["dapo", "grpo"] = "dapo"
 
     @property
     def objective(self) -> "learner_pb2.Objective.ValueType":
-        """DAPO: PAPO's structural filter has no meaning where no block is asked for."""
-        return learner_pb2.OBJECTIVE_DAPO
+        """DAPO, or GRPO: PAPO's structural filter has no meaning where no block is asked for."""
+        return learner_pb2.OBJECTIVE_GRPO if self.loss == "grpo" else learner_pb2.OBJECTIVE_DAPO
 
     @property
     def visibility(self) -> "sampling_pb2.Visibility.ValueType":

@@ -41,6 +41,8 @@ class _ObjectiveEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Objective.V
     """Stage 2."""
     OBJECTIVE_PAPO: _Objective.ValueType  # 3
     """Stage 3."""
+    OBJECTIVE_GRPO: _Objective.ValueType  # 4
+    """A baseline: as DAPO, with the mean over responses of each response's mean, and one clip for both sides."""
 
 class Objective(_Objective, metaclass=_ObjectiveEnumTypeWrapper):
     """Which objective a stage has."""
@@ -53,6 +55,8 @@ OBJECTIVE_SFT: Objective.ValueType  # 2
 """Stage 2."""
 OBJECTIVE_PAPO: Objective.ValueType  # 3
 """Stage 3."""
+OBJECTIVE_GRPO: Objective.ValueType  # 4
+"""A baseline: as DAPO, with the mean over responses of each response's mean, and one clip for both sides."""
 Global___Objective: _TypeAlias = Objective  # noqa: Y015
 
 @_typing.final
