@@ -24,11 +24,16 @@ def write_atomically(path: Path, content: bytes) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         Path(name).unlink(missing_ok=True)
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise ResourceExhaustedError(
-                f"no space left to write {path}: free some and go on with `npr run --resume`", reason="DISK_FULL"
-            ) from error
+        require_space(error, path)
         raise
+
+
+def require_space(error: OSError, path: Path | str) -> None:
+    """Raises `ResourceExhaustedError` where an error in writing `path` says that the disk or the quota is full."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        raise ResourceExhaustedError(
+            f"no space left to write {path}: free some and go on with `npr run --resume`", reason="DISK_FULL"
+        ) from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,7 +7,7 @@ Invariants:
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,13 @@ class Stage:
     world: World
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that training changes, by name, on the first process; nothing on the others, who must call it too."""
-        found = wholes(self._parts(), self.world)
-        found[f"{_RNG}cpu"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            found[f"{_RNG}cuda"] = torch.cuda.get_rng_state()
-        return found
-
-    def _parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that training changes, by name; weights and moments may be split over the world."""
+        found: dict[str, torch.Tensor] = {}
         for name, parameter in self.policy.model.named_parameters():
-            yield f"{_MODEL}{name}", parameter.detach()
+            found[f"{_MODEL}{name}"] = parameter.detach()
             for key, value in self.policy.optimizer.state.get(parameter, {}).items():
-                yield f"{_OPTIMIZER}{name}/{key}", value
+                found[f"{_OPTIMIZER}{name}/{key}"] = value
+        return {**found, **{f"{_RNG}{name}": state for name, state in _rng_states().items()}}
 
     def whole_model(self) -> Any:
         """The model with all of its weights, on the first process; None on the others, who must call it too."""
@@ -106,10 +101,12 @@ def restore_stage(checkpoint: Checkpoint, world: World) -> Stage:
         model = empty_model(AutoConfig.from_pretrained(name, local_files_only=True), torch.device("cpu"))
         tokenizer = load_tokenizer(name)
     policy = _policy(model, tokenizer, spec, world)
-    _load_weights(policy.model, _under(_MODEL, checkpoint.tensors))
-    _load_optimizer(policy, _under(_OPTIMIZER, checkpoint.tensors))
-    _load_rng(_under(_RNG, checkpoint.tensors))
-    return Stage(policy, checkpoint.base_files, checkpoint.record, world)
+    stage = Stage(policy, dict(checkpoint.base_files), checkpoint.record, world)
+    _make_moments(policy, checkpoint.shapes)
+    tensors = stage.tensors()
+    checkpoint.read_into({name: tensor for name, tensor in tensors.items() if name in checkpoint.shapes})
+    _set_rng_states(tensors)
+    return stage
 
 
 def _policy(model: Any, tokenizer: Any, spec: StageSpec, world: World) -> Policy:
@@ -133,25 +130,25 @@ def _load_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         fill(parameter, tensors[name])
 
 
-def _load_optimizer(policy: Policy, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Moments lie as their parameters do; the count of steps is a number beside them."""
+def _make_moments(policy: Policy, shapes: Mapping[str, torch.Size]) -> None:
+    """The optimiser's state as a checkpoint has it, of zeros: moments lie as their parameters do."""
     parameters = dict(policy.model.named_parameters())
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition("/")
+    for full_name, shape in shapes.items():
+        if not full_name.startswith(_OPTIMIZER):
+            continue
+        name, _, key = full_name.removeprefix(_OPTIMIZER).rpartition("/")
         parameter = parameters[name]
-        if tensor.shape == parameter.shape:
-            moment = torch.zeros_like(parameter.detach())
-            fill(moment, tensor)
-        else:
-            moment = tensor.to(parameter.device)
-        policy.optimizer.state[parameter][key] = moment
+        is_moment = shape == parameter.shape
+        value = torch.zeros_like(parameter.detach()) if is_moment else torch.zeros(shape, device=parameter.device)
+        policy.optimizer.state[parameter][key] = value
 
 
-def _load_rng(tensors: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+def _rng_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _set_rng_states(tensors: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(tensors[f"{_RNG}cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors[f"{_RNG}cuda"])

@@ -7,7 +7,7 @@ policy published, only then are its groups acknowledged, only then is its answer
 done, idempotently, from the checkpoint (`LearnerServicer`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -17,7 +17,7 @@ from npr.learner.v1 import learner_pb2
 from npr.types.v1 import policy_pb2
 from npr_common.errors import FailedPreconditionError
 from npr_common.policy_store import PolicyStore
-from npr_learner.checkpoint import CheckpointStore
+from npr_learner.checkpoint import CheckpointStore, Saving
 from npr_learner.fine_tuning import FineTuneSource, FineTuning, RowMaker
 from npr_learner.frontiers import not_started
 from npr_learner.gradient import Observer
@@ -37,6 +37,7 @@ class Stages:
         self._cache_dir = cache_dir
         self._world = world
         self._current: Stage | None = None
+        self._saving: Saving | None = None
 
     def open(self, key: StageKey) -> StageRecord:
         """The stage's frontier, with its weights in memory.
@@ -92,10 +93,15 @@ class Stages:
 
         def save(progress: FineTuneProgress) -> None:
             stage.record = record.model_copy(update={"serial": progress.updates, "fine_tune": progress})
-            self._save(stage)
+            self._begin_save(stage)
+
+        def observe_and_finish(done: int, total: int, metrics: Mapping[str, float]) -> None:
+            if self._saving is not None and self._saving.is_written():
+                self._finish_save()
+            observe(done, total, metrics)
 
         with self._dropped_on_failure():
-            progress = tuning.run(record.fine_tune or tuning.begin(), save, observe)
+            progress = tuning.run(record.fine_tune or tuning.begin(), save, observe_and_finish)
             metrics = {**progress.metrics(), **data.metrics()}
             last = StepRecord(step=0, metrics=metrics, consumer=consumer, used=data.used)
             done = record.model_copy(update={"fine_tune": progress})
@@ -113,7 +119,7 @@ class Stages:
         if self._current is not None and self._current.record.spec.key == key:
             return self._current
         self._current = None
-        checkpoint = self._checkpoints.load(key)
+        checkpoint = self._checkpoints.load(key, self._world)
         if checkpoint is not None:
             self._current = restore_stage(checkpoint, self._world)
         return self._current
@@ -139,12 +145,28 @@ class Stages:
         self._save(stage)
 
     def _save(self, stage: Stage) -> None:
-        tensors = stage.tensors()
-        self._world.on_first(lambda: self._checkpoints.save(stage.record, tensors, stage.base), "a checkpoint")
+        """Makes the stage's frontier durable."""
+        self._begin_save(stage)
+        self._finish_save()
+
+    def _begin_save(self, stage: Stage) -> None:
+        """As it is now, while training goes on; the one before is durable by then."""
+        self._finish_save()
+        self._saving = self._checkpoints.begin(stage.record, stage.tensors(), stage.base, self._world)
+
+    def _finish_save(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
 
     @contextmanager
     def _dropped_on_failure(self) -> Iterator[None]:
         """Whatever goes wrong, the weights in memory are no frontier's any more: the checkpoint's are."""
         current, self._current = self._current, None
-        yield
+        try:
+            yield
+        finally:
+            if self._saving is not None:
+                self._saving.drop()
+                self._saving = None
         self._current = current

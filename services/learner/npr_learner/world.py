@@ -8,18 +8,21 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from npr_common.errors import UnavailableError
+from npr_common.errors import InternalError, NprError, UnavailableError
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -32,6 +35,7 @@ class World:
         rank: of this process, from 0.
         device: where it computes.
         mesh: over which weights are sharded; None for one process alone.
+        background: a group of all processes for what goes on beside training, on the CPU; None for one process alone.
     """
 
     rank: int
@@ -39,6 +43,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
     roll: Roll | None = None
+    background: Any = None
 
     @classmethod
     def alone(cls, device: torch.device) -> World:
@@ -68,9 +73,10 @@ class World:
                 device_id=_indexed(device),
             )
             mesh = init_device_mesh(device.type, (size,))
+            background = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, dist.DistError) as error:
             raise roll.explained(error) from error
-        return cls(rank, size, device, mesh, roll)
+        return cls(rank, size, device, mesh, roll, background)
 
     @property
     def is_first(self) -> bool:
@@ -100,29 +106,38 @@ class World:
         """
         if self.roll is None:
             return function()
-        self.roll.enter(place)
         outcome: list[Any] = [_outcome(function) if self.is_first else None]
-        try:
-            dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-        except (RuntimeError, dist.DistError) as error:
-            raise self.roll.explained(error) from error
-        value, raised = outcome[0]
-        if raised is not None:
-            raise raised
-        result: T = value
-        return result
+        self._collective(lambda: dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu")), place)
+        told: _Outcome[T] = outcome[0]
+        return told.value()
+
+    def together(self, function: Callable[[], T], place: str) -> list[T]:
+        """What the function returns on each process; what it raises on any, every one raises.
+
+        Both must be picklable. Raises UnavailableError as `sum` does.
+        """
+        if self.roll is None:
+            return [function()]
+        own = _outcome(function)
+        outcomes: list[Any] = [None] * self.size
+        self._collective(lambda: dist.all_gather_object(outcomes, own, group=self.background), place)
+        return [outcome.value() for outcome in outcomes]
 
     def _reduced(self, values: Mapping[str, float], operation: Any, place: str) -> dict[str, float]:
         if self.roll is None:
             return dict(values)
-        self.roll.enter(place)
         names = sorted(values)
         reduced = torch.tensor([*(values[name] for name in names), 0.0], dtype=torch.float64)
+        self._collective(lambda: dist.all_reduce(reduced, op=operation), place)
+        return dict(zip(names, reduced[:-1].tolist(), strict=True))
+
+    def _collective(self, call: Callable[[], Any], place: str) -> None:
+        assert self.roll is not None
+        self.roll.enter(place)
         try:
-            dist.all_reduce(reduced, op=operation)
+            call()
         except (RuntimeError, dist.DistError) as error:
             raise self.roll.explained(error) from error
-        return dict(zip(names, reduced[:-1].tolist(), strict=True))
 
     def explained(self, error: Exception) -> Exception:
         """A collective's failure as an error that names who is late; any other error as it is."""
@@ -172,12 +187,27 @@ class Roll:
         return int(steps), place
 
 
-def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What a function returns or raises, to be told to others."""
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    """What a function has returned, or raised, to be told to others."""
+
+    returned: T | None
+    raised: NprError | None
+
+    def value(self) -> T:
+        if self.raised is not None:
+            raise self.raised
+        return self.returned  # type: ignore[return-value]  # T itself may be None
+
+
+def _outcome(function: Callable[[], T]) -> _Outcome[T]:
     try:
-        return function(), None
-    except Exception as error:  # noqa: BLE001  # whatever it is, the others must not wait for it
-        return None, error
+        return _Outcome(function(), None)
+    except NprError as error:
+        return _Outcome(None, error)
+    except Exception as error:
+        log.exception("what the other processes wait for has failed")
+        return _Outcome(None, InternalError(f"{type(error).__name__}: {error}"))  # any other may not be told whole
 
 
 def _indexed(device: torch.device) -> torch.device | None:

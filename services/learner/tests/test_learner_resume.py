@@ -68,7 +68,8 @@ async def require_all_consumed(rig: Any) -> None:
 
 
 CRASHES: list[tuple[type, str]] = [
-    (CheckpointStore, "save"),
+    (CheckpointStore, "begin"),
+    (CheckpointStore, "finish"),
     (Stages, "publish"),
     (Experience, "acknowledge"),
     (Frontiers, "store_answer"),

@@ -1,5 +1,6 @@
 """The learner through real gRPC with a real buffer process."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from npr.buffer.v1 import buffer_pb2
 from npr.learner.v1 import learner_pb2
 from npr.types.v1 import policy_pb2
-from npr_common.errors import DataLossError, FailedPreconditionError, InvalidArgumentError, NotFoundError, rpc_errors
+from npr_common.errors import (
+    DataLossError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    rpc_errors,
+)
 from npr_common.policy_store import PolicyStore
 from npr_common.tags import TagIds
 from npr_learner.advantages import papo_advantages
@@ -230,18 +239,35 @@ async def test_a_corrupt_checkpoint_is_named_and_the_one_before_can_be_used(rig:
         group_ids = await rig.experience(started.policy, "g")
         result = (await rig.train("npr", 0, group_ids))[-1].result
     folder = rig.folder / "store" / "checkpoints" / rig.run_id / "npr"
-    tensors = folder / "00000001.safetensors"
+    tensors = folder / "00000001" / "__0_0.distcp"
     content = bytearray(tensors.read_bytes())
     content[-5] ^= 1
     tensors.write_bytes(content)
     async with rig.running():
-        with pytest.raises(DataLossError, match=r"00000001\.safetensors") as corrupt:
+        with pytest.raises(DataLossError, match=r"00000001/__0_0\.distcp") as corrupt:
             await rig.train("npr", 1, group_ids)
         assert "delete" in str(corrupt.value)
         next(folder.glob("00000001-*.json")).unlink()
         assert (await rig.stage("npr")).next_step == 0
         again = (await rig.train("npr", 0, group_ids))[-1].result  # the same step, the same policy
         assert again.policy == result.policy
+
+
+async def test_a_full_disk_loses_nothing(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with rig.running():
+        started = await rig.start("npr", "PAPO")
+        group_ids = await rig.experience(started.policy, "g")
+        with monkeypatch.context() as patch:
+            patch.setattr(FsspecWriter, "write_data", full)
+            with pytest.raises(ResourceExhaustedError, match="no space left to write") as told:
+                await rig.train("npr", 0, group_ids)
+        assert told.value.reason == "DISK_FULL"
+        assert (await rig.stage("npr")).next_step == 0
+        await rig.train("npr", 0, group_ids)
+        assert await rig.consumed_by() == {"npr/step/0": 3}
 
 
 async def test_a_caller_that_leaves_stops_the_work_and_loses_nothing(rig: Any) -> None:

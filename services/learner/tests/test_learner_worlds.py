@@ -34,6 +34,7 @@ from npr_learner.service import make_ranks
 from npr_learner.settings import LearnerSettings
 from npr_learner.stages import Stages
 from npr_learner.testing import WORDS, make_world, qwen3, word_tokenizer
+from npr_learner.world import World
 
 STEPS = 20
 SEQUENTIAL = ("DAPO", "GRPO")
@@ -100,9 +101,13 @@ class Job:
         return [measured(record) for record in records], self.weights(objective)
 
     def weights(self, objective: str) -> dict[str, torch.Tensor]:
-        checkpoint = CheckpointStore(self.store_url).load(self.spec(objective).key)
+        """Of the checkpoint, however many processes wrote it, read by one."""
+        alone = World.alone(torch.device("cpu"))
+        checkpoint = CheckpointStore(self.store_url).load(self.spec(objective).key, alone)
         assert checkpoint is not None
-        return {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("model.")}
+        tensors = {n: torch.zeros(shape) for n, shape in checkpoint.shapes.items() if n.startswith("model.")}
+        checkpoint.read_into(tensors)
+        return tensors
 
     @staticmethod
     def spec(objective: str) -> StageSpec:
@@ -149,8 +154,9 @@ def measured(record: StageRecord) -> dict[str, float]:
 
 
 def pids(workers: int) -> list[int]:
-    """Of the workers that run now."""
-    found = [p.pid for p in psutil.process_iter(["cmdline"]) if "ray::Rank" in " ".join(p.info["cmdline"] or ())]
+    """Of the workers that run now on this process's own cluster."""
+    below = psutil.Process().children(recursive=True)
+    found = [process.pid for process in below if "ray::Rank" in " ".join(process.cmdline())]
     assert len(found) == workers
     return sorted(found)
 
