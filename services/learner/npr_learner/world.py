@@ -141,13 +141,7 @@ class World:
 
     def explained(self, error: Exception) -> Exception:
         """A collective's failure as an error that names who is late; any other error as it is."""
-        is_collective = self.roll is not None and isinstance(error, RuntimeError | dist.DistError)
-        return self.roll.explained(error) if is_collective and self.roll else error
-
-    def leave(self) -> None:
-        """Ends the process's part in it."""
-        if self.mesh is not None:
-            dist.destroy_process_group()
+        return self.roll.explained(error) if self.roll is not None and _is_of_a_collective(error) else error
 
 
 @dataclass(frozen=True)
@@ -208,6 +202,11 @@ def _outcome(function: Callable[[], T]) -> _Outcome[T]:
     except Exception as error:
         log.exception("what the other processes wait for has failed")
         return _Outcome(None, InternalError(f"{type(error).__name__}: {error}"))  # any other may not be told whole
+
+
+def _is_of_a_collective(error: Exception) -> bool:
+    """NCCL has types of its own; gloo's errors are told by where they come from."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _indexed(device: torch.device) -> torch.device | None:
