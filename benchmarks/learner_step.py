@@ -16,21 +16,20 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from _harness import parser, tell
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from _training import Shape, gradient_of, require_equal
+from transformers import Qwen3ForCausalLM
 
 from npr_common.dialects import load_dialect
 from npr_common.tags import TagIds
 from npr_common.tasks import MultipartTask, Split
 from npr_common.tokenizers import add_tag_tokens
 from npr_learner.advantages import papo_advantages
-from npr_learner.attention.interface import TREE_ATTENTION
 from npr_learner.batch import Batch
 from npr_learner.canonical import ResponseEncoder
 from npr_learner.forward import TokenScorer
@@ -48,34 +47,7 @@ GROUP = 12
 """Responses to a prompt, as in the tiny recipe."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model to time."""
-
-    name: str
-    vocabulary: int
-    hidden: int
-    layers: int
-
-
 SHAPES = (Shape("tiny", 128, 128, 3), Shape("large_vocabulary", 32_768, 128, 2))
-
-
-def make_model(shape: Shape) -> Qwen3ForCausalLM:
-    """A freshly initialised Qwen3."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        initializer_range=0.06,
-    )
-    return Qwen3ForCausalLM._from_config(config, attn_implementation=TREE_ATTENTION)
 
 
 def make_rows(prompts: int) -> list[Row]:
@@ -203,12 +175,12 @@ def run(contender: Contender, model: Qwen3ForCausalLM, rows: Sequence[Row]) -> P
     started = time.process_time()
     contender(model, rows)
     seconds = time.process_time() - started
-    return Pass(seconds, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    return Pass(seconds, gradient_of(model))
 
 
 def measure(shape: Shape, rows: Sequence[Row], repeats: int) -> dict[str, float]:
     """Best CPU seconds of each contender, in turns; raises if their gradients differ."""
-    model = make_model(shape)
+    model = shape.model()
     seconds = dict.fromkeys(CONTENDERS, float("inf"))
     for _ in range(repeats):
         passes = {name: run(contender, model, rows) for name, contender in CONTENDERS.items()}
@@ -216,13 +188,6 @@ def measure(shape: Shape, rows: Sequence[Row], repeats: int) -> dict[str, float]
             require_equal(name, one.gradient, passes["learner"].gradient)
             seconds[name] = min(seconds[name], one.seconds)
     return seconds
-
-
-def require_equal(name: str, gradient: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raises AssertionError unless two gradients differ by rounding only."""
-    difference = (gradient - expected).norm() / expected.norm()
-    if difference > 1e-4:
-        raise AssertionError(f"{name} computes another gradient: {difference:.1e} apart")
 
 
 def main() -> None:

@@ -14,17 +14,17 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from _harness import Begin, parser, progress, tell
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from _training import Shape, gradient_of, require_equal
+from transformers import Qwen3ForCausalLM
 
 from npr_common.topology import Topology
-from npr_learner.attention.interface import TREE_ATTENTION, AttentionKind
+from npr_learner.attention.interface import AttentionKind
 from npr_learner.attention.testing import tree
 from npr_learner.batch import Batch, collate
 from npr_learner.forward import TokenScorer
@@ -36,33 +36,7 @@ from npr_learner.row import Row
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model to time; heads are 64 wide, and two query heads share a key head."""
-
-    name: str
-    hidden: int
-    heads: int
-    layers: int
-    vocabulary: int
-
-    def model(self) -> Qwen3ForCausalLM:
-        """A freshly initialised Qwen3."""
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=3 * self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads // 2,
-            head_dim=64,
-            tie_word_embeddings=True,
-        )
-        return Qwen3ForCausalLM._from_config(config, attn_implementation=TREE_ATTENTION)
-
-
-SHAPES = (Shape("narrow", 128, 4, 2, 512), Shape("wide", 1024, 16, 1, 512))
+SHAPES = (Shape("narrow", 512, 128, 2, head_size=64), Shape("wide", 512, 1024, 1, heads=16, head_size=64))
 
 
 def make_tree(tokens: int) -> Row:
@@ -91,21 +65,16 @@ def attention_alone(shape: Shape, batch: Batch, size: int) -> None:
     """Forward and backward of one layer's attention."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, size, 64, generator=generator, requires_grad=True)
+        torch.randn(1, heads, size, shape.head_size, generator=generator, requires_grad=True)
         for heads in (shape.heads, shape.heads // 2, shape.heads // 2)
     )
     torch.autograd.backward(batch.attend(query, key, value, 0.125).sum())
 
 
-def require_equal(model: Qwen3ForCausalLM, made: dict[str, Batch]) -> None:
-    """Raises AssertionError unless lean and dense attention give one gradient."""
-    found = []
-    for name in ("lean", "dense"):
-        train(model, made[name])
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    difference = (found[0] - found[1]).norm() / found[1].norm()
-    if difference > 1e-4:
-        raise AssertionError(f"lean attention computes another gradient: {difference:.1e} apart")
+def trained(model: Qwen3ForCausalLM, batch: Batch) -> torch.Tensor:
+    """The gradient, flat."""
+    train(model, batch)
+    return gradient_of(model)
 
 
 def best_seconds(works: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
@@ -185,7 +154,7 @@ def measure_seconds(tokens: int, repeats: int, begin: Begin) -> dict[str, dict[s
     for shape in SHAPES:
         begin(f"{shape.name}: a tree of {len(row)} tokens")
         model = shape.model()
-        require_equal(model, made)
+        require_equal("lean attention", trained(model, made["lean"]), trained(model, made["dense"]))
         seconds[f"{shape.name}_training"] = best_seconds(
             {name: partial(train, model, batch) for name, batch in made.items()}, repeats
         )

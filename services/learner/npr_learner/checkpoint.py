@@ -81,22 +81,13 @@ class Checkpoint:
 class Saving:
     """A checkpoint whose tensors are being written while training goes on: they were copied when it began."""
 
-    store: "CheckpointStore"
     frontier: Frontier
     base_files: Mapping[str, bytes]
     written: "Future[Any]"
     world: World
 
-    def finish(self) -> None:
-        """Returns once the frontier is durable; then all but the newest two are dropped. Every process must call it.
-
-        Raises:
-            ResourceExhaustedError: the disk is full; the checkpoints before are untouched.
-        """
-        self.store.finish(self)
-
     def is_written(self) -> bool:
-        """Whether `finish` has nothing to wait for, on any process. Every process must call it."""
+        """Whether `CheckpointStore.finish` has nothing to wait for, on any process. Every process must call it."""
         left = self.world.sum({"left": float(not self.written.done())}, "a look at a checkpoint")["left"]
         return not left
 
@@ -113,10 +104,6 @@ class CheckpointStore:
         self._fs, root = fsspec.core.url_to_fs(root_url.rstrip("/"))
         self._root = f"{root}/checkpoints"
 
-    def save(self, record: StageRecord, tensors: Tensors, base_files: Mapping[str, bytes], world: World) -> None:
-        """Makes a frontier durable. Every process must call it. Raises what `Saving.finish` does."""
-        self.begin(record, tensors, base_files, world).finish()
-
     def begin(self, record: StageRecord, tensors: Tensors, base_files: Mapping[str, bytes], world: World) -> Saving:
         """Begins to make a frontier durable; the tensors may change when it returns. Every process must call it."""
         base = {name: _sha256(content) for name, content in sorted(base_files.items())}
@@ -128,10 +115,14 @@ class CheckpointStore:
             no_dist=world.size == 1,
         )
         assert isinstance(written, Future)
-        return Saving(self, frontier, base_files, written, world)
+        return Saving(frontier, base_files, written, world)
 
     def finish(self, saving: Saving) -> None:
-        """See `Saving.finish`."""
+        """Returns once the frontier is durable; then all but the newest two are dropped. Every process must call it.
+
+        Raises:
+            ResourceExhaustedError: the disk is full; the checkpoints before are untouched.
+        """
         world, record = saving.world, saving.frontier.record
         shares = world.together(lambda: self._own_hashes(saving), "the writing of a checkpoint")
         hashes = {name: digest for share in shares for name, digest in share.items()}

@@ -8,7 +8,7 @@ Invariants:
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -71,12 +71,8 @@ class ThisProcess:
 
     async def run(self, operation: Operation[T]) -> T:
         """See `Ranks`."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, operation, self._stages, _nobody)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+        loop = asyncio.get_running_loop()
+        return await to_its_end(loop.run_in_executor(self._executor, operation, self._stages, _nobody))
 
     async def stream(self, operation: Operation[T]) -> AsyncGenerator[Update | Result[T], None]:
         """See `Ranks`."""
@@ -102,6 +98,16 @@ class ThisProcess:
     async def close(self) -> None:
         """See `Ranks`."""
         self._executor.shutdown()
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """What the work returns; if the caller is cancelled, it still runs to its end first."""
+    future = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
 
 
 def caller_has_left() -> CancelledError:

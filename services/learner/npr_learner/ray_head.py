@@ -27,7 +27,7 @@ def prepare_environment() -> None:
 
 
 class RayHead:
-    """The cluster, from outside. It ends with `close`, or with this process."""
+    """The cluster, from outside. It ends with this process."""
 
     def __init__(self, cpus: int) -> None:
         """Starts a cluster for actors that need so many CPUs together. Raises RuntimeError if it can't be started."""
@@ -44,12 +44,6 @@ class RayHead:
         if not line:
             raise RuntimeError(f"the process of the local Ray cluster ended with code {self._process.wait()}")
         self.address: str = json.loads(line)["address"]
-
-    def close(self) -> None:
-        """Ends the cluster."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from npr_common.errors import InternalError, NprError, UnavailableError
-from npr_learner.ranks import Operation, Result, T, Update, caller_has_left, within_memory
+from npr_learner.ranks import Operation, Result, T, Update, caller_has_left, to_its_end, within_memory
 from npr_learner.ray_head import LOCAL, RayHead
 from npr_learner.stages import Stages
 from npr_learner.world import World
@@ -149,12 +149,7 @@ class RayRanks:
 
     async def run(self, operation: Operation[T]) -> T:
         """See `Ranks`."""
-        work = asyncio.ensure_future(self._last_of(operation))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait([work])
-            raise
+        return await to_its_end(self._last_of(operation))
 
     async def stream(self, operation: Operation[T]) -> AsyncGenerator[Update | Result[T], None]:
         """See `Ranks`."""

@@ -1,8 +1,10 @@
 """Requests, checked and turned into the learner's own types."""
 
 import re
+from collections.abc import Sequence
 
 from npr.learner.v1 import learner_pb2
+from npr.types.v1 import sampling_pb2
 from npr_common.dialects import DialectError, load_dialect
 from npr_common.errors import InvalidArgumentError
 from npr_learner.options import Schedule, StageOptions, parse_options
@@ -32,8 +34,8 @@ def stage_spec(request: learner_pb2.StartStageRequest) -> StageSpec:
         InvalidArgumentError: a field is missing or out of range, or options contradict the objective.
     """
     key = stage_key(request.run_id, request.stage)
-    _require_set("objective", request.objective)
-    _require_set("visibility", request.visibility)
+    _require_known("objective", request.objective, learner_pb2.Objective.values())
+    _require_known("visibility", request.visibility, sampling_pb2.Visibility.values())
     options = parse_options(request.options_json)
     _require_schedule(options, request.objective)
     dialect = request.dialect or _DEFAULT_DIALECT
@@ -51,9 +53,12 @@ def stage_spec(request: learner_pb2.StartStageRequest) -> StageSpec:
     )
 
 
-def _require_set(field: str, value: int) -> None:
+def _require_known(field: str, value: int, known: Sequence[int]) -> None:
+    """An enum that is set, and whose number this release knows."""
     if not value:
         raise InvalidArgumentError(f"a stage needs its {field}", field_violations={field: "not set"})
+    if value not in known:
+        raise InvalidArgumentError(f"this learner knows no {field} {value}", field_violations={field: "unknown"})
 
 
 def _require_schedule(options: StageOptions, objective: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from npr_learner.forward import TokenScorer
 from npr_learner.options import StageOptions
@@ -39,15 +39,6 @@ def shard(scorer: TokenScorer, world: World, options: StageOptions) -> None:
 def _layers(model: Any) -> list[torch.nn.Module]:
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-@torch.no_grad()
-def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copies a whole tensor into one that may be split: this process's part of it. Every process has all of `whole`."""
-    if isinstance(tensor, DTensor):
-        local = whole.to(tensor.to_local().device)
-        whole = distribute_tensor(local, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(whole)
 
 
 def wholes(tensors: Iterable[tuple[str, torch.Tensor]], world: World) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from npr_learner.options import StageOptions
 from npr_learner.policy import Policy, empty_model
 from npr_learner.publisher import base_files, policy_files
 from npr_learner.records import StageRecord, StageSpec
-from npr_learner.sharding import fill, shard, wholes
+from npr_learner.sharding import shard, wholes
 from npr_learner.sources import Loaded
 from npr_learner.special_tokens import add_tags
 from npr_learner.world import World
@@ -62,7 +62,8 @@ class Stage:
             return None
         model = empty_model(self.policy.model.config, torch.device("cpu"))
         model.generation_config = self.policy.model.generation_config
-        _load_weights(model, weights)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(weights[name])
         return model
 
     def publish(self, whole_model: Any, store: PolicyStore) -> policy_pb2.PolicyRef:
@@ -104,7 +105,9 @@ def restore_stage(checkpoint: Checkpoint, world: World) -> Stage:
     stage = Stage(policy, dict(checkpoint.base_files), checkpoint.record, world)
     _make_moments(policy, checkpoint.shapes)
     tensors = stage.tensors()
-    checkpoint.read_into({name: tensor for name, tensor in tensors.items() if name in checkpoint.shapes})
+    # A machine with a GPU goes on from one without: that generator stays as it is. All else must be there.
+    there = {n: tensor for n, tensor in tensors.items() if n in checkpoint.shapes or not n.startswith(_RNG)}
+    checkpoint.read_into(there)
     _set_rng_states(tensors)
     return stage
 
@@ -123,11 +126,6 @@ def _policy(model: Any, tokenizer: Any, spec: StageSpec, world: World) -> Policy
 def _prepare(model: Any, options: StageOptions) -> None:
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _load_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        fill(parameter, tensors[name])
 
 
 def _make_moments(policy: Policy, shapes: Mapping[str, torch.Size]) -> None:

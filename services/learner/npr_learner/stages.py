@@ -157,7 +157,7 @@ class Stages:
     def _finish_save(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.finish()
+            self._checkpoints.finish(saving)
 
     @contextmanager
     def _dropped_on_failure(self) -> Iterator[None]:

@@ -71,6 +71,7 @@ async def test_start_stage_adds_tags_publishes_and_is_idempotent(rig: Any) -> No
         ({"source": learner_pb2.ModelSource()}, InvalidArgumentError, "source"),
         ({"dialect": "klingon"}, InvalidArgumentError, "klingon"),
         ({"stage": "../beta"}, InvalidArgumentError, "stage"),
+        ({"visibility": 99}, InvalidArgumentError, "knows no visibility 99"),
     ],
 )
 async def test_bad_starts_say_what_to_do(rig: Any, changes: dict[str, Any], error: type[Exception], words: str) -> None:

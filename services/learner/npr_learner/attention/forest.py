@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,20 +93,19 @@ def items_of(topology: Topology, at: int, first: int = 0) -> list[Run | Fork]:
     for span in topology.spans:
         if span.end <= first:
             continue
-        if branches and span.branch in (None, 0):  # a block may follow another one without a token in between
-            items.append(Fork(tuple(branches)))
+        if span.branch in (None, 0):  # a block may follow another one without a token in between
+            items += _forks(branches)
             branches = []
         run = Run(max(span.start, first) + shift, span.end + shift)
         if span.kind is SpanKind.BRANCH:
             branches.append(Chain((run,)))
         else:
             items.append(run)
-    return [*items, *_forks(branches)]
+    return items + _forks(branches)
 
 
-def _forks(branches: Sequence[Chain]) -> Iterator[Fork]:
-    if branches:
-        yield Fork(tuple(branches))
+def _forks(branches: Sequence[Chain]) -> list[Run | Fork]:
+    return [Fork(tuple(branches))] if branches else []
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Invariants:
   it is short, under a mask of its own. So no mask grows faster than the row.
 - The squares tile the row: every token is a query of exactly one.
 
-Softmax is over all keys of a query; what the pieces say is merged by the log of their sums (`merged`).
+Softmax is over all keys of a query; what the pieces say is merged by the log of their sums (`lean.py`).
 """
 
 from __future__ import annotations
